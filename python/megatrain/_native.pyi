@@ -1,0 +1,241 @@
+"""The native runtime. Host memory reaches torch through the buffer protocol; device memory and
+streams are handed over as integers."""
+
+from collections.abc import Sequence
+from typing import final
+
+__version__: str
+
+class MemoryLimitError(MemoryError): ...
+
+# -- device ---------------------------------------------------------------------------------------
+
+class Backend:
+    @property
+    def name(self) -> str: ...
+    @property
+    def device_index(self) -> int: ...
+    @property
+    def numa_node(self) -> int: ...
+    def device_memory(self) -> tuple[int, int]:
+        """(free, total) bytes of the device."""
+    def create_stream(self, name: str) -> Stream: ...
+    def create_event(self, name: str) -> Event: ...
+    def record(self, event: Event, stream: int) -> None: ...
+    def wait(self, stream: int, event: Event) -> None: ...
+    def copy(self, destination: int, source: int, nbytes: int, to_device: bool, stream: int) -> None:
+        """Queue a copy between addresses; the caller keeps both alive until it has ended."""
+
+@final
+class HostBackend(Backend):
+    def __init__(
+        self, *, max_delay_us: int = 0, seed: int = 0, poison: bool = False, pin_limit: int | None = None
+    ) -> None: ...
+
+@final
+class CudaBackend(Backend):
+    def __init__(self, device: int = 0, *, pin_limit: int | None = None) -> None: ...
+
+@final
+class Stream:
+    @property
+    def handle(self) -> int: ...
+    def synchronize(self) -> None: ...
+
+@final
+class Event:
+    def synchronize(self) -> None: ...
+    def reached(self) -> bool: ...
+    def time_ns(self) -> int: ...
+
+def cuda_device_count() -> int: ...
+def cuda_unavailable_reason() -> str: ...
+def isa_names() -> list[str]:
+    """Instruction sets of the update kernel that this CPU can run, slowest first."""
+def select_isa(name: str) -> str:
+    """The variant that `name` stands for ("" for the fastest); ValueError lists the known names."""
+def cpu_model() -> str: ...
+def usable_cores() -> int: ...
+def host_memory_limit(override_bytes: int = 0, root: str = "") -> tuple[int, str]:
+    """(bytes that may still be allocated, who says so)."""
+def require_host_memory(nbytes: int, override_bytes: int = 0, root: str = "") -> None: ...
+
+# -- tiles ----------------------------------------------------------------------------------------
+
+@final
+class TileFormat:
+    """bf16_split: bf16 weights, int16 low half, bf16 gradients, fp32 moments. fp32: all of it fp32,
+    no low half."""
+
+    bf16_split: TileFormat
+    fp32: TileFormat
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+@final
+class Section:
+    """Parts of a tile. accumulator (fp32) exists only after TileStore.add_accumulator."""
+
+    weights: Section
+    master_low: Section
+    gradients: Section
+    exp_avg: Section
+    exp_avg_sq: Section
+    accumulator: Section
+    @property
+    def name(self) -> str: ...
+    @property
+    def value(self) -> int: ...
+
+@final
+class TileLayout:
+    """Where each parameter of a tile lies: pure arithmetic. Trainable parameters come first, in the
+    order given, frozen ones behind them in the weights section only. A parameter has one element
+    offset, the same in every section it is in."""
+
+    def __init__(
+        self, format: TileFormat, parameters: Sequence[tuple[int, bool]], rank: int = 0, ranks: int = 1
+    ) -> None:
+        """parameters: (elements, trainable) each."""
+    @property
+    def format(self) -> TileFormat: ...
+    @property
+    def trainable_elements(self) -> int:
+        """Elements of the trainable part, alignment gaps included."""
+    @property
+    def weight_elements(self) -> int: ...
+    @property
+    def nbytes(self) -> int:
+        """Host bytes of the whole tile (without an accumulator)."""
+    def element_offset(self, parameter: int) -> int: ...
+    def section(self, section: Section) -> tuple[int, int]:
+        """(offset in the tile, bytes); bytes 0 where the tile has no such section."""
+
+@final
+class TileStore:
+    """Owns the tiles. Memory that cannot be pinned is used all the same, through a staging ring."""
+
+    def __init__(
+        self, backend: Backend, *, threads: int = 0, isa: str = "", staging_bytes: int = 67108864
+    ) -> None: ...
+    def add(self, layout: TileLayout) -> int:
+        """Allocate a zeroed tile and return its index."""
+    def add_accumulator(self, tile: int) -> None:
+        """Give the tile an fp32 accumulator section (once; later calls do nothing)."""
+    def has_accumulator(self, tile: int) -> bool: ...
+    def view(self, tile: int, section: Section) -> memoryview:
+        """The section's bytes, writable; keeps the store alive."""
+    def layout(self, tile: int) -> TileLayout: ...
+    def set_master(self, tile: int, parameter: int, values: object) -> bool:
+        """Write fp32 values (buffer of `elements` floats) into the weights and low half; False if
+        one is not finite (they are written all the same)."""
+    def get_master(self, tile: int, parameter: int, values: object) -> None:
+        """Read the exact fp32 master into a writable buffer of floats."""
+    def __len__(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def pinned_bytes(self) -> int: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+
+# -- stream ---------------------------------------------------------------------------------------
+
+@final
+class ParameterUpdate:
+    """One parameter's hyperparameters in one update, captured by value. step counts from 1."""
+
+    def __init__(
+        self,
+        parameter: int,
+        *,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+        step: int,
+    ) -> None: ...
+
+@final
+class TraceSpan:
+    @property
+    def kind(self) -> str:
+        """copy_up, copy_down, compute, update, or wait (the compute stream waiting for a copy up)."""
+    @property
+    def tile(self) -> int: ...
+    @property
+    def step(self) -> int: ...
+    @property
+    def begin_ns(self) -> int: ...
+    @property
+    def end_ns(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
+    @property
+    def gate_ns(self) -> int:
+        """Of a copy_up: how long its queueing was held by an update of the tile."""
+
+@final
+class Engine:
+    """The ring: prefetcher, gradient drain, update queue. Calls come from one thread at a time. An
+    exception of a worker thread surfaces in the next call, after which the engine is stopped.
+
+    `without_wait` removes one wait, for the tests that prove that each is needed: slot_free,
+    slot_arrived, gate_update, gate_fetch, gradient_ready, gradient_landed, staging_free."""
+
+    def __init__(
+        self,
+        store: TileStore,
+        *,
+        trace_capacity: int = 65536,
+        without_wait: str = "",
+    ) -> None: ...
+    def add_slot(self, device_pointer: int, nbytes: int, tile: int = -1) -> int:
+        """Give the ring a device buffer; with `tile`, one that only this tile's weights use. The
+        caller keeps it alive until the engine is closed."""
+    def expect(self, tiles: Sequence[int]) -> None:
+        """The tiles that will be acquired next, in order: what was expected before is forgotten. A
+        guess: other acquisitions are right, only slower."""
+    def acquire(self, tile: int, stream: int) -> int:
+        """The slot that holds the tile's weights, after all updates queued so far. Blocks until the
+        copy is queued; work put on `stream` after this call sees the weights."""
+    def release(self, slot: int, stream: int) -> None:
+        """The work queued on `stream` so far was the last that reads this acquisition of the slot."""
+    def version(self, tile: int) -> int:
+        """Counts the updates and edits queued for the tile."""
+    def mark_edited(self, tile: int) -> None:
+        """The host weights were written by the caller: copies in slots are stale."""
+    def drain(
+        self, tile: int, section: Section, element_offset: int, elements: int, device_pointer: int, stream: int
+    ) -> int:
+        """Copy device memory (elements of the section's type) into the section, after the work on
+        `stream` so far. Returns a ticket."""
+    def wait_drain(self, ticket: int, stream: int) -> None:
+        """Work put on `stream` after this call may overwrite what the drain reads."""
+    def fetch(
+        self, tile: int, section: Section, element_offset: int, elements: int, device_pointer: int, stream: int
+    ) -> None:
+        """Copy a section up; after earlier drains of the tile. Work on `stream` after this call sees it,
+        and the copy starts after the work on `stream` so far."""
+    def update(self, tile: int, parameters: Sequence[ParameterUpdate], gradient_scale: float, priority: int) -> None:
+        """Queue the update of the listed parameters; the lowest priority goes first. Starts when the
+        tile's drains have landed and no copy reads its weights."""
+    def wait_updates(self) -> None:
+        """Block until all queued updates have ended."""
+    def updates_pending(self) -> bool: ...
+    def synchronize(self) -> None:
+        """Block until drains, updates and copies have ended."""
+    def begin_step(self, step: int) -> None:
+        """Number of the step that the spans from here on belong to."""
+    def begin_compute(self, tile: int, stream: int) -> None: ...
+    def end_compute(self, stream: int) -> None: ...
+    def trace(self) -> list[TraceSpan]:
+        """Spans that have ended, oldest first; waits for those that were queued."""
+    def clear_trace(self) -> None: ...
+    def close(self) -> None:
+        """Stop the worker threads. Further calls raise. Called by the destructor."""
