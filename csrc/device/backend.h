@@ -30,7 +30,10 @@ class Stream {
   Stream() = default;
   Stream(Backend& backend, StreamView view) : backend_(&backend), view_(view) {}
   Stream(Stream&& other) noexcept { swap(other); }
-  Stream& operator=(Stream&& other) noexcept { swap(other); return *this; }
+  Stream& operator=(Stream&& other) noexcept {
+    swap(other);
+    return *this;
+  }
   Stream(const Stream&) = delete;
   Stream& operator=(const Stream&) = delete;
   ~Stream();
@@ -52,7 +55,10 @@ class Event {
   Event() = default;
   Event(Backend& backend, EventView view) : backend_(&backend), view_(view) {}
   Event(Event&& other) noexcept { swap(other); }
-  Event& operator=(Event&& other) noexcept { swap(other); return *this; }
+  Event& operator=(Event&& other) noexcept {
+    swap(other);
+    return *this;
+  }
   Event(const Event&) = delete;
   Event& operator=(const Event&) = delete;
   ~Event();
@@ -134,7 +140,7 @@ inline Event::~Event() {
 struct HostBackendOptions {
   std::int64_t max_delay_us = 0;  // before each copy, uniform in [0, max], seeded
   std::uint64_t seed = 0;
-  bool poison = false;            // released device memory becomes NaN
+  bool poison = false;                     // released device memory becomes NaN
   std::size_t pin_limit_bytes = SIZE_MAX;  // pin() refuses what would exceed it
 };
 std::unique_ptr<Backend> make_host_backend(const HostBackendOptions& options);

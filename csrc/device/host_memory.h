@@ -1,6 +1,8 @@
 // Host memory for tiles: exact size, huge pages, first touched in parallel, pinned where possible.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <string>
 
@@ -32,6 +34,7 @@ class HostBuffer {
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
   bool pinned_ = false;
+  pid_t owner_ = 0;  // the process that mapped it; only that one unmaps
 };
 
 // What this process may still allocate, and who says so.

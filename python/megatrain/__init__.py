@@ -1,0 +1,23 @@
+"""megatrain: training language models at full precision on one GPU, from host memory."""
+
+from megatrain import rng
+from megatrain._native import CudaBackend, HostBackend, MemoryLimitError, __version__
+from megatrain.errors import StaleGraphError, UnsupportedModelError
+from megatrain.model import StreamedModel
+from megatrain.report import EvaluationReport, MemoryReport, StepReport
+from megatrain.settings import AdamW
+
+__all__ = [
+    "AdamW",
+    "CudaBackend",
+    "EvaluationReport",
+    "HostBackend",
+    "MemoryLimitError",
+    "MemoryReport",
+    "StaleGraphError",
+    "StepReport",
+    "StreamedModel",
+    "UnsupportedModelError",
+    "__version__",
+    "rng",
+]

@@ -236,6 +236,9 @@ class Engine:
     def end_compute(self, stream: int) -> None: ...
     def trace(self) -> list[TraceSpan]:
         """Spans that have ended, oldest first; waits for those that were queued."""
+    def wait_totals(self) -> tuple[int, int]:
+        """Nanoseconds that compute streams have waited for copies up, over all waits that have ended, and
+        for updates behind which such a copy was held. Waits that have not ended yet count later."""
     def clear_trace(self) -> None: ...
     def close(self) -> None:
         """Stop the worker threads. Further calls raise. Called by the destructor."""

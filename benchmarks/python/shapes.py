@@ -1,0 +1,48 @@
+"""Qwen2.5 shapes with random weights, for benchmarks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+VOCABULARY = 152064
+SHAPES: dict[str, dict[str, int]] = {
+    "0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14),
+    "3b": dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16),
+    "7b": dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28),
+    "14b": dict(hidden_size=5120, intermediate_size=13824, num_hidden_layers=48, num_attention_heads=40),
+}
+KEY_VALUE_HEADS = {"0.5b": 2, "3b": 2, "7b": 4, "14b": 8}
+
+
+def meta_model(name: str, layers: int | None = None) -> nn.Module:
+    """The module without weights; its buffers are real."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from megatrain.pretrained import large_on_meta
+
+    changes: dict[str, Any] = dict(SHAPES[name], num_key_value_heads=KEY_VALUE_HEADS[name])
+    if layers is not None:
+        changes["num_hidden_layers"] = layers
+    config = Qwen2Config(
+        vocab_size=VOCABULARY, max_position_embeddings=32768, tie_word_embeddings=False, use_cache=False, **changes
+    )
+    config._attn_implementation = "sdpa"
+    with large_on_meta():
+        return Qwen2ForCausalLM(config).train()
+
+
+def fill_random(model: Any) -> None:
+    """Normal weights of deviation 0.02, ones in norms, zeros in biases: one random block repeated."""
+    block = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+    for name, parameter in list(model.named_parameters()):
+        if name.endswith("norm.weight"):
+            values = torch.ones(parameter.shape)
+        elif name.endswith("bias"):
+            values = torch.zeros(parameter.shape)
+        else:
+            repeats = -(-parameter.numel() // block.numel())
+            values = block.repeat(repeats)[: parameter.numel()].view(parameter.shape)
+        model.load_state_dict({name: values}, strict=False)

@@ -1,0 +1,140 @@
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "bindings/bindings.h"
+#include "stream/engine.h"
+
+namespace megatrain::bindings {
+namespace {
+
+namespace py = pybind11;
+
+SectionCopy section_copy(int tile, Section section, std::int64_t element_offset, std::int64_t elements,
+                         std::uintptr_t device) {
+  return {tile, section, element_offset, elements, pointer(device)};
+}
+
+void bind_values(py::module_& module) {
+  py::class_<ParameterUpdate>(module, "ParameterUpdate", py::is_final())
+      .def(py::init([](int parameter, double lr, double beta1, double beta2, double eps, double weight_decay,
+                       std::int64_t step) {
+             ParameterUpdate update;
+             update.parameter = parameter;
+             update.step = {lr, beta1, beta2, eps, weight_decay, step, 1.0f};
+             return update;
+           }),
+           py::arg("parameter"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
+           py::arg("eps"), py::arg("weight_decay"), py::arg("step"));
+  py::class_<TraceSpan>(module, "TraceSpan", py::is_final())
+      .def_property_readonly("kind", [](const TraceSpan& self) { return span_kind_name(self.kind); })
+      .def_readonly("tile", &TraceSpan::tile)
+      .def_readonly("step", &TraceSpan::step)
+      .def_readonly("begin_ns", &TraceSpan::begin_ns)
+      .def_readonly("end_ns", &TraceSpan::end_ns)
+      .def_readonly("nbytes", &TraceSpan::bytes)
+      .def_readonly("gate_ns", &TraceSpan::gate_ns);
+}
+
+void bind_copies(py::class_<Engine>& engine) {
+  engine
+      .def(
+          "drain",
+          [](Engine& self, int tile, Section section, std::int64_t element_offset, std::int64_t elements,
+             std::uintptr_t device_pointer, std::uintptr_t stream) {
+            return self.drain(section_copy(tile, section, element_offset, elements, device_pointer),
+                              stream_view(stream));
+          },
+          py::arg("tile"), py::arg("section"), py::arg("element_offset"), py::arg("elements"),
+          py::arg("device_pointer"), py::arg("stream"), ReleaseGil())
+      .def(
+          "wait_drain",
+          [](Engine& self, std::int64_t ticket, std::uintptr_t stream) {
+            self.wait_drain(ticket, stream_view(stream));
+          },
+          py::arg("ticket"), py::arg("stream"), ReleaseGil())
+      .def(
+          "fetch",
+          [](Engine& self, int tile, Section section, std::int64_t element_offset, std::int64_t elements,
+             std::uintptr_t device_pointer, std::uintptr_t stream) {
+            self.fetch(section_copy(tile, section, element_offset, elements, device_pointer),
+                       stream_view(stream));
+          },
+          py::arg("tile"), py::arg("section"), py::arg("element_offset"), py::arg("elements"),
+          py::arg("device_pointer"), py::arg("stream"), ReleaseGil());
+}
+
+void bind_slots(py::class_<Engine>& engine) {
+  engine
+      .def(
+          "add_slot",
+          [](Engine& self, std::uintptr_t device_pointer, std::size_t bytes, int tile) {
+            return self.add_slot(pointer(device_pointer), bytes, tile);
+          },
+          py::arg("device_pointer"), py::arg("nbytes"), py::arg("tile") = -1, ReleaseGil())
+      .def("expect", &Engine::expect, py::arg("tiles"), ReleaseGil())
+      .def(
+          "acquire",
+          [](Engine& self, int tile, std::uintptr_t stream) {
+            return self.acquire(tile, stream_view(stream));
+          },
+          py::arg("tile"), py::arg("stream"), ReleaseGil())
+      .def(
+          "release",
+          [](Engine& self, int slot, std::uintptr_t stream) { self.release(slot, stream_view(stream)); },
+          py::arg("slot"), py::arg("stream"), ReleaseGil())
+      .def("version", &Engine::version, py::arg("tile"), ReleaseGil())
+      .def("mark_edited", &Engine::mark_edited, py::arg("tile"), ReleaseGil());
+}
+
+void bind_trace(py::class_<Engine>& engine) {
+  engine.def("begin_step", &Engine::begin_step, py::arg("step"), ReleaseGil())
+      .def(
+          "begin_compute",
+          [](Engine& self, int tile, std::uintptr_t stream) {
+            self.begin_compute(tile, stream_view(stream));
+          },
+          py::arg("tile"), py::arg("stream"), ReleaseGil())
+      .def(
+          "end_compute", [](Engine& self, std::uintptr_t stream) { self.end_compute(stream_view(stream)); },
+          py::arg("stream"), ReleaseGil())
+      .def("trace", &Engine::trace, ReleaseGil())
+      .def("wait_totals",
+           [](Engine& self) {
+             WaitTotals totals;
+             {
+               py::gil_scoped_release release;
+               totals = self.wait_totals();
+             }
+             return py::make_tuple(totals.all_ns, totals.update_ns);
+           })
+      .def("clear_trace", &Engine::clear_trace, ReleaseGil());
+}
+
+}  // namespace
+
+void bind_stream(py::module_& module) {
+  bind_values(module);
+  py::class_<Engine> engine(module, "Engine", py::is_final());
+  engine
+      .def(py::init(
+               [](std::shared_ptr<TileStore> store, std::size_t trace_capacity, std::string without_wait) {
+                 return std::make_unique<Engine>(std::move(store),
+                                                 EngineOptions{trace_capacity, std::move(without_wait)});
+               }),
+           py::arg("store"), py::kw_only(), py::arg("trace_capacity") = 65536, py::arg("without_wait") = "")
+      .def("update", &Engine::update, py::arg("tile"), py::arg("parameters"), py::arg("gradient_scale"),
+           py::arg("priority"), ReleaseGil())
+      .def("wait_updates", &Engine::wait_updates, ReleaseGil())
+      .def("updates_pending", &Engine::updates_pending, ReleaseGil())
+      .def("synchronize", &Engine::synchronize, ReleaseGil())
+      .def("close", &Engine::close, ReleaseGil());
+  bind_slots(engine);
+  bind_copies(engine);
+  bind_trace(engine);
+}
+
+}  // namespace megatrain::bindings

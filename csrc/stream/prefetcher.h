@@ -1,0 +1,67 @@
+// Brings weights up: a thread that copies tiles into slots, first what the caller is waiting for,
+// then what it said it will need. acquire and release are called by the engine's caller; the thread
+// never blocks on a guess, so a tile that is waited for always goes first.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <thread>
+#include <unordered_map>
+#include <vector>
+
+#include "stream/parts.h"
+#include "stream/slots.h"
+
+namespace megatrain {
+
+class Prefetcher {
+ public:
+  explicit Prefetcher(const EngineParts& parts);
+  ~Prefetcher();  // after Monitor::stop or a failure: joins
+
+  int add_slot(std::byte* device, std::size_t bytes, int only_tile);
+  void expect(const std::vector<int>& tiles);
+
+  // Blocks until the copy up is queued; `stream` then waits for its end.
+  int acquire(int tile, StreamView stream);
+  void release(int slot, StreamView stream);
+
+  void join();         // returns when the thread has ended
+  void synchronize();  // returns when the copies queued so far have ended
+
+ private:
+  struct Request {
+    int tile = -1;
+    int slot = -1;
+    std::int64_t version = 0;
+    std::int64_t gate_ns = 0;
+  };
+
+  void work();
+  // The best copy that can be queued now; it has begun its read at the gate. Under the lock.
+  std::optional<Request> next_request();
+  std::optional<Request> begin(int tile, int slot);
+  SharedEvent queue_copy(const Request& request, std::byte* device);  // returns its end
+  bool gate_open(int tile);
+  bool idle(const Slot& slot) const;
+  void drop(Slot& slot);
+  void check_that_it_fits(int tile) const;
+  void check_that_one_is_free(int tile);
+  std::int64_t version(int tile) { return parts_.gate.version(tile); }
+  std::size_t weight_bytes(int tile) const;
+
+  EngineParts parts_;
+  Backend& backend_;
+  Stream stream_;
+  // Guarded by the monitor's lock:
+  SlotRing slots_;
+  std::deque<int> expected_;
+  std::optional<int> demanded_;
+  std::unordered_map<int, std::int64_t> held_since_ns_;  // wanted, but its gate was closed
+  std::uint64_t clock_ = 0;
+  std::thread thread_;  // last: it uses everything above
+};
+
+}  // namespace megatrain

@@ -1,0 +1,124 @@
+"""Blocks under ordinary autograd, for any loss: `loss.backward()` outside of `step()`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from megatrain.calls import BlockCall
+from megatrain.errors import StaleGraphError, UnsupportedModelError
+from megatrain.rng import RngState, preserved
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from megatrain.blocks import Block
+    from megatrain.calls import BlockRunner
+    from megatrain.schedule import Sink, Weights
+    from megatrain.units import TiledParameter, Unit
+
+
+class DirectCalls:
+    """Runs a block where the module calls it: micro-batch-major order."""
+
+    def __init__(
+        self,
+        weights: Weights,
+        runner: BlockRunner,
+        sink: Sink,
+        device: torch.device,
+        unit_of: Callable[[TiledParameter], Unit],
+    ) -> None:
+        self.weights = weights
+        self.runner = runner
+        self.sink = sink
+        self.device = device
+        self.unit_of = unit_of
+        self.backward_begun = False
+        """A backward has walked into a block since the flag was cleared."""
+
+    def __call__(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not torch.is_grad_enabled():
+            with self.weights.on_device(block) as weights:
+                return self.runner.call_plainly(block, weights, args, kwargs)
+        call = BlockCall.capture(block, args, kwargs, RngState.capture(self.device))
+        if not self.runner.has_gradients(call):
+            with self.weights.on_device(block) as weights:
+                return self.runner.run(call, weights).tree
+        pending = _PendingCall(self, call)
+        # With a frozen embedding nothing else that goes in would require a gradient, and autograd would
+        # skip the block and all below it without a word.
+        dummy = torch.zeros((), device=self.device, requires_grad=True)
+        fresh = _StreamedCall.apply(dummy, pending, *call.tensors())  # type: ignore[no-untyped-call]
+        return pending.assemble(fresh)
+
+
+class _PendingCall:
+    """What a call's forward leaves for its backward."""
+
+    def __init__(self, owner: DirectCalls, call: BlockCall) -> None:
+        self.owner = owner
+        self.call = call
+        self.version = -1
+        self.flat: list[Any] = []
+        self.spec: pytree.TreeSpec | None = None
+        self.fresh: list[int] = []
+        """Positions in `flat` of the tensors that the block made."""
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        owner, block = self.owner, self.call.block
+        with owner.weights.on_device(block) as weights:
+            self.version = owner.weights.version(block)
+            output = owner.runner.run(self.call, weights)
+        self.flat, self.spec = pytree.tree_flatten(output.tree)
+        self.fresh = [position for position, leaf in enumerate(output.leaves) if leaf is not None]
+        made = tuple(self.flat[position] for position in self.fresh)
+        for position in self.fresh:
+            self.flat[position] = None  # autograd's own objects take their places
+        return made
+
+    def assemble(self, fresh: tuple[torch.Tensor, ...]) -> Any:
+        assert self.spec is not None
+        flat = list(self.flat)
+        for position, tensor in zip(self.fresh, fresh, strict=True):
+            flat[position] = tensor
+        return pytree.tree_unflatten(flat, self.spec)
+
+    def backward(self, gradients: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
+        owner, block = self.owner, self.call.block
+        owner.backward_begun = True
+        if owner.weights.version(block) != self.version:
+            owner.sink.clear()
+            raise StaleGraphError(
+                f"{block.name} was updated or edited after this forward; gradients must be taken before the update"
+            )
+        by_position: list[torch.Tensor | None] = [None] * len(self.flat)
+        for position, gradient in zip(self.fresh, gradients, strict=True):
+            by_position[position] = gradient
+        with preserved(owner.device), owner.weights.on_device(block) as weights:
+            input_gradients, parameter_gradients = owner.runner.gradients(self.call, weights, by_position)
+            for parameter, gradient in parameter_gradients:
+                owner.sink.add(owner.unit_of(parameter), [(parameter, gradient)])
+        owner.sink.store(block.unit)
+        return input_gradients
+
+
+class _StreamedCall(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, dummy: torch.Tensor, pending: _PendingCall, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.pending = pending
+        ctx.set_materialize_grads(False)
+        with torch.no_grad():
+            return pending.forward()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if torch.is_grad_enabled():
+            raise UnsupportedModelError(
+                f"{ctx.pending.call.block.name}: create_graph=True is not supported by streamed blocks"
+            )
+        return (None, None, *ctx.pending.backward(gradients))

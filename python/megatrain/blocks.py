@@ -1,0 +1,121 @@
+"""A block, its call with given tensors, and the proxy that stands in its place in the module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from megatrain.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from megatrain.units import TiledParameter, Unit
+
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """One entry of a stack. `skeleton` is the block itself with its parameters on the meta device: its
+    attributes stay its own, its weights come with each call."""
+
+    name: str
+    skeleton: nn.Module
+    unit: Unit
+    parameters: tuple[tuple[str, TiledParameter], ...]
+    """(name inside the block, parameter), shared ones of other units included."""
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        return dict(self.skeleton.named_buffers())
+
+
+def call_with(skeleton: nn.Module, tensors: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+    """The block's own forward with `tensors` in place of its parameters and buffers. This function, not
+    the block, is what gets compiled: one graph for each structure."""
+    return torch.func.functional_call(skeleton, dict(tensors), args, kwargs, tie_weights=False)
+
+
+class BlockCaller:
+    """Calls blocks, compiled or eager, and refuses what a recompute could not repeat."""
+
+    RECOMPILE_LIMIT = 64
+
+    def __init__(self, compiled: bool) -> None:
+        self._call: Callable[..., Any] = call_with
+        self._config: dict[str, Any] = {}
+        if compiled:
+            # Masks of dropout must be those of eager torch, in the no-grad graph and in the recompute.
+            self._call = torch.compile(call_with, options={"fallback_random": True})
+            # The default of 8 is used up by ordinary variation; a hit would silently fall to eager.
+            self._config = {"recompile_limit": self.RECOMPILE_LIMIT, "fail_on_recompile_limit_hit": True}
+
+    def __call__(self, block: Block, weights: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+        buffers = block.buffers()
+        versions = {name: buffer._version for name, buffer in buffers.items()}
+        before = _containers(args, kwargs)
+        device_type = next(iter(weights.values())).device.type if weights else "cpu"
+        with torch.autocast(device_type, enabled=False):
+            if self._config:
+                with torch._dynamo.config.patch(self._config):  # type: ignore[no-untyped-call]
+                    output = self._call(block.skeleton, {**weights, **buffers}, args, kwargs)
+            else:
+                output = self._call(block.skeleton, {**weights, **buffers}, args, kwargs)
+        for name, buffer in buffers.items():
+            if buffer._version != versions[name] and block.skeleton.training:
+                raise UnsupportedModelError(
+                    f"{block.name} writes its buffer {name} in forward, which a recompute would do twice"
+                )
+        if _containers(args, kwargs) != before:
+            raise UnsupportedModelError(
+                f"{block.name} writes into a list or mapping that it was given; blocks must return what they compute"
+            )
+        return output
+
+
+def _containers(args: Any, kwargs: Any) -> tuple[list[int], pytree.TreeSpec]:
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    return [id(leaf) for leaf in leaves], spec
+
+
+def refuse_caches(block: Block, leaves: list[Any]) -> None:
+    """A cache that a block updates would be updated again by its recompute."""
+    for leaf in leaves:
+        if hasattr(leaf, "update") and hasattr(leaf, "get_seq_length"):
+            raise UnsupportedModelError(
+                f"{block.name} was given a {type(leaf).__name__} with gradients on; call the model with use_cache=False"
+            )
+
+
+class BlockProxy(nn.Module):
+    """Stands where the block stood: calls go to the router, everything else to the block. Its device
+    and dtype are those of the computation."""
+
+    def __init__(self, block: Block, router: Any, device: torch.device, dtype: torch.dtype) -> None:
+        super().__init__()
+        # In __dict__, not registered: the module must not list parameters that live elsewhere.
+        self.__dict__["_block"] = block
+        self.__dict__["_router"] = router
+        self.__dict__["device"] = device
+        self.__dict__["dtype"] = dtype
+        self.__dict__["training"] = block.skeleton.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._router(self._block, args, kwargs)
+
+    def train(self, mode: bool = True) -> BlockProxy:
+        self.__dict__["training"] = mode
+        self._block.skeleton.train(mode)
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_block"].skeleton, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.__dict__["_block"].skeleton, name, value)
+
+    def __repr__(self) -> str:
+        return f"Streamed({self.__dict__['_block'].skeleton!r})"

@@ -1,0 +1,11 @@
+"""What the Python face raises beyond the native errors (ValueError, RuntimeError, MemoryError)."""
+
+from __future__ import annotations
+
+
+class UnsupportedModelError(ValueError):
+    """The model does something that streaming cannot reproduce exactly; says which block and what."""
+
+
+class StaleGraphError(RuntimeError):
+    """A backward through a forward that ran under weights which have been updated or edited since."""

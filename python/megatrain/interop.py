@@ -1,0 +1,55 @@
+"""Where torch and the native runtime meet: views of tiles and slots, addresses, streams.
+
+Host tiles reach torch through the buffer protocol, which keeps their owner alive. Device memory is
+allocated by torch and handed over as addresses; whoever hands it over keeps the tensor alive until the
+engine is closed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatrain._native import CudaBackend, Section, TileFormat
+
+if TYPE_CHECKING:
+    from megatrain._native import Backend, TileStore
+
+WEIGHT_DTYPE = {TileFormat.bf16_split.value: torch.bfloat16, TileFormat.fp32.value: torch.float32}
+
+
+def weight_dtype(tile_format: TileFormat) -> torch.dtype:
+    """The type of the weights and gradients of a format."""
+    return WEIGHT_DTYPE[tile_format.value]
+
+
+def section_dtype(tile_format: TileFormat, section: Section) -> torch.dtype:
+    """The torch type of the elements of a section."""
+    if section.value in (Section.weights.value, Section.gradients.value):
+        return weight_dtype(tile_format)
+    if section.value == Section.master_low.value:
+        return torch.int16
+    return torch.float32
+
+
+def section_tensor(store: TileStore, tile: int, section: Section) -> torch.Tensor:
+    """The whole section as a flat host tensor that shares its memory."""
+    view = store.view(tile, section)
+    dtype = section_dtype(store.layout(tile).format, section)
+    if len(view) == 0:
+        return torch.empty(0, dtype=dtype)
+    return torch.frombuffer(view, dtype=dtype)
+
+
+def stream_handle(device: torch.device) -> int:
+    """The caller's current stream as the native side counts them; 0 on the host backend."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.current_stream(device).cuda_stream)
+
+
+def compute_device(backend: Backend) -> torch.device:
+    """The torch device whose memory the backend copies to."""
+    if isinstance(backend, CudaBackend):
+        return torch.device("cuda", backend.device_index)
+    return torch.device("cpu")

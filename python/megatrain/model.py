@@ -1,0 +1,609 @@
+"""StreamedModel: the step as one would draw it."""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megatrain import checkpoint, stacks
+from megatrain._native import Engine, Section, TileStore, require_host_memory
+from megatrain.autograd import DirectCalls
+from megatrain.blocks import BlockCaller
+from megatrain.calls import BlockRunner
+from megatrain.device_weights import DeviceWeights
+from megatrain.errors import UnsupportedModelError
+from megatrain.gradients import GradientSink
+from megatrain.interop import compute_device
+from megatrain.logits import WarnOnFullLogits, lazy_head, mirror_labels
+from megatrain.loss import loss_in, shifts_labels, tokens_of, weight_of
+from megatrain.optimizer import StreamedAdamW
+from megatrain.parking import ParkedForward
+from megatrain.report import EvaluationReport, MemoryReport, StepReport, write_chrome_trace
+from megatrain.rng import RngState, preserved, seed_for, seed_generators
+from megatrain.schedule import LayerMajor, each_unit
+from megatrain.self_check import check_model, tiny_batch
+from megatrain.settings import AdamW, Settings, chosen_isa, parse_bytes, resolve_backend
+from megatrain.takeover import Router, check_registry, move_buffers, take_blocks, take_outside
+from megatrain.tiles import Tiles
+from megatrain.units import plan_units
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Iterator, Mapping, Sequence
+
+    from megatrain._native import CudaBackend, HostBackend
+    from megatrain.parameters import TileParameter
+    from megatrain.units import TiledParameter, Unit
+
+
+class StreamedModel:
+    """A module whose weights, gradients and optimizer state live in host memory and whose blocks are
+    streamed through the compute device.
+
+    module: any nn.Module with one or more stacks of blocks (ModuleLists), a Hugging Face model for
+        instance. It is taken over: its storage is released tensor by tensor.
+    optimizer: settings of the update, fp32 AdamW.
+    max_grad_norm: clip the norm of all gradients to this; None for no clipping.
+    dtype: of the streamed weights. torch.bfloat16 keeps an exact fp32 master split into the bf16 weight
+        and 16 more bits (14 bytes a parameter on the host with gradients and moments); torch.float32
+        streams fp32 (16 bytes).
+    device: "auto", "cuda", "cuda:1", "cpu" (the host backend), or a backend object.
+    slots: blocks' weights that the device holds at a time, at least 2.
+    compile: torch.compile the blocks; None for True on CUDA.
+    skip_nonfinite: a step whose gradient norm is not finite updates nothing and is counted.
+    host_memory, device_memory: bytes (or "100GiB") that may be used; None for what is free.
+    seed: keys the randomness of `step()`, see `megatrain.rng.seed_for`.
+    example_batch: a batch to find the stacks and check the gradients with now; else the first one is used.
+    blocks: names of the containers whose entries are the blocks; None to find them.
+    threads: of the update; 0 for the usable cores less one.
+    isa: instruction set of the update's kernel; "" for MEGATRAIN_ISA of the environment, else the fastest.
+    staging_bytes: of the pinned ring that copies go through where tiles cannot be pinned.
+    keep_gradients: let `parameter.grad` show the gradients of the last backward.
+    self_check: compare gradients with a resident run of the first blocks before the first update.
+
+    Raises UnsupportedModelError for what cannot be streamed exactly, ValueError for settings,
+    MemoryError before anything is allocated that does not fit.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        optimizer: AdamW | None = None,
+        max_grad_norm: float | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+        device: str | torch.device | HostBackend | CudaBackend = "auto",
+        slots: int = 2,
+        compile: bool | None = None,
+        skip_nonfinite: bool = True,
+        host_memory: int | str | None = None,
+        device_memory: int | str | None = None,
+        seed: int = 0,
+        example_batch: Mapping[str, Any] | None = None,
+        blocks: Sequence[str] | None = None,
+        threads: int = 0,
+        isa: str = "",
+        staging_bytes: int = 64 << 20,
+        keep_gradients: bool = False,
+        self_check: bool = True,
+    ) -> None:
+        self.settings = Settings(
+            max_grad_norm=max_grad_norm,
+            dtype=dtype,
+            slots=slots,
+            compile=compile,
+            skip_nonfinite=skip_nonfinite,
+            host_memory=parse_bytes(host_memory, "host_memory"),
+            device_memory=parse_bytes(device_memory, "device_memory"),
+            seed=seed,
+            threads=threads,
+            isa=isa,
+            staging_bytes=staging_bytes,
+            keep_gradients=keep_gradients,
+            self_check=self_check,
+        )
+        backend = resolve_backend(device)
+        self.module = module
+        self.device = compute_device(backend)
+        self.dtype = dtype
+        self.steps = 0
+        """Calls of step() and of optimizer.step() so far."""
+        self.skipped_steps = 0
+        """Steps that a norm that is not finite kept from updating anything."""
+        self._shifted = shifts_labels(module)
+        self._head = _output_embeddings(module)
+        self._configs = _caching_configs(module)
+
+        check_registry(module)
+        found = stacks.named(module, blocks) if blocks is not None else stacks.candidates(module)
+        if example_batch is not None and blocks is None and not _on_meta(module):
+            probe = tiny_batch(example_batch, self._shifted)
+            found = stacks.called(module, found, lambda: module(**probe))
+        if not found:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} has no ModuleList of at least two blocks that it calls; name one with blocks="
+            )
+        plan = plan_units(module, found, self.settings.tile_format)
+        self._plan = plan
+        self._unit_by_tile = {unit.tile: unit for unit in plan.units}
+        self._require_memory(backend)
+
+        store = TileStore(backend, threads=threads, isa=chosen_isa(isa), staging_bytes=staging_bytes)
+        self._tiles = Tiles(store, plan)
+        self._unloaded = {p.name for p in plan.parameters if p.original.device.type == "meta"}
+        self._engine = Engine(store)
+        self._weights = DeviceWeights(self._engine, plan, self.device, slots)
+        self._sink = GradientSink(self._engine, self._tiles, self.device)
+
+        self._router = Router()
+        self._stacks = found
+        self._blocks = take_blocks(found, plan, self._router, self.device, dtype)
+        take_outside(module, plan, self._weights, self._router)
+        move_buffers(module, self._blocks, self.device)
+        self._hook_outside_gradients()
+        self._compiled = self.device.type == "cuda" if compile is None else compile
+        self._warn_full_logits = WarnOnFullLogits()
+        self._runner = BlockRunner(BlockCaller(self._compiled), self.device, self._is_trainable)
+        self._direct = DirectCalls(self._weights, self._runner, self._sink, self.device, self._unit_of)
+        self._router.default = self._direct
+
+        self._faces = self._tiles.face(self._drain, self._kept_gradient)
+        self._face_versions = {name: face._version for name, face in self._faces.items()}
+        self._gradients_known: dict[int, set[int]] = {}
+        self.optimizer = StreamedAdamW(
+            optimizer or AdamW(), self._tiles, self._faces, self._apply_update, self._drain, self._sink.clear
+        )
+        self._forward_uses = [unit.tile for unit in plan.units]
+        self._backward_uses: list[int] = []
+        self.last_grad_norm: float | None = None
+        """Norm of the gradients that the last update read, before clipping."""
+        self._skipped = False
+        self._clip_next: float | None = None
+        self._never_trained = {p.name for p in plan.parameters if p.trainable}
+        self._checked = not self_check
+        for note in self.memory_report().notes:
+            warnings.warn(note, stacklevel=2)
+        if example_batch is not None and not self._unloaded:
+            self._check(example_batch)
+
+    # -- the step ------------------------------------------------------------------------------------------
+
+    def step(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepReport:
+        """One optimizer step: forward, backward, clip, update.
+
+        batch: keyword arguments of the module, or a list of them, the micro-batches of the step. Host
+        tensors; labels on the device make the call wait for it. The loss is
+        sum(w_i * loss_i) / sum(w_i) over the micro-batches, where loss_i is the module's own loss and w_i
+        is "weight" of the batch if given, else the number of its labels other than -100 (after the shift,
+        for causal models), else its rows. Micro-batches of weight 0 are not run.
+
+        Returns before the updates have ended; the next call, and every look at the weights, sees them."""
+        started = time.perf_counter()
+        batches = [batch] if not isinstance(batch, list | tuple) else list(batch)
+        if self._sink.pending:
+            raise RuntimeError("a backward() is waiting for optimizer.step() or optimizer.zero_grad(); then call step()")
+        loads = [weight_of(entry, self._shifted) for entry in batches]
+        active = [(entry, load) for entry, load in zip(batches, loads, strict=True) if load > 0]
+        total = sum(loads)
+        waited = self._engine.wait_totals()
+        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        if active:
+            self._prepare(active[0][0])
+            self._engine.begin_step(self.steps)
+            with preserved(self.device), self._own_arithmetic(), self._chunked_head(batches):
+                self._forward_and_backward(active, total, loss)
+            self.optimizer.step()
+        else:
+            self.last_grad_norm, self._skipped = 0.0, True
+            self.steps += 1
+        copy_ns, update_ns = (after - before for after, before in zip(self._engine.wait_totals(), waited, strict=True))
+        return StepReport(
+            step=self.steps - 1,
+            grad_norm=self.last_grad_norm,
+            tokens=sum(tokens_of(entry) for entry in batches),
+            targets=total,
+            skipped=self._skipped,
+            seconds=time.perf_counter() - started,
+            wait_copy_seconds=copy_ns / 1e9,
+            wait_update_seconds=update_ns / 1e9,
+            loss_tensor=loss,
+        )
+
+    def _forward_and_backward(
+        self, active: Sequence[tuple[Mapping[str, Any], float]], total: float, loss: torch.Tensor
+    ) -> None:
+        order = LayerMajor(self._weights, self._runner, self.device)
+        runs = [self._parked(index, entry) for index, (entry, _) in enumerate(active)]
+
+        def when_done(index: int, output: Any) -> None:
+            share = active[index][1] / total
+            own_loss = loss_in(output)
+            loss.add_(own_loss.detach().double(), alpha=share)
+            if own_loss.requires_grad:
+                torch.autograd.backward([own_loss * share], retain_graph=True)
+
+        self._weights.begin_pass([*self._forward_uses, *self._backward_uses])
+        try:
+            with torch.enable_grad():
+                order.forward(runs, when_done, keep=True)
+            self._forward_uses, self._weights.uses = self._weights.uses, []
+            order.backward(self._sink, self._unit_of)
+            self._backward_uses = self._weights.uses
+        except BaseException:
+            for run in runs:
+                run.abandon()
+            self._sink.clear()
+            self._engine.expect([])
+            raise
+
+    def _parked(self, index: int, batch: Mapping[str, Any]) -> ParkedForward:
+        arguments = self._to_device(batch)
+        seed_generators(seed_for(self.settings.seed, self.steps, index), self.device)
+        state = RngState.capture(self.device)
+        return ParkedForward(
+            lambda: self.module(**arguments),
+            self.device,
+            state,
+            lambda run: self._router.handle_here(run.park),
+        )
+
+    def _apply_update(self) -> None:
+        """Clip, then queue every update in the order of its next use; skip if the norm is not finite."""
+        self.optimizer.check_groups()
+        self._store_outside()
+        clip, skip = self._clip_next or self.settings.max_grad_norm, self.settings.skip_nonfinite
+        self._clip_next = None
+        self.last_grad_norm = self._sink.norm() if clip is not None or skip else None
+        self._skipped = skip and self.last_grad_norm is not None and not math.isfinite(self.last_grad_norm)
+        self._gradients_known = {tile: set(touched) for tile, touched in self._sink.stored.items()}
+        self.steps += 1
+        self._watch_for_untrained()
+        if self._skipped:
+            self.skipped_steps += 1
+            self._sink.clear()
+            return
+        scale = 1.0
+        if clip is not None and self.last_grad_norm is not None:
+            scale = min(1.0, clip / (self.last_grad_norm + 1e-6))
+        self._weights.release_outside()
+        for priority, unit in enumerate(each_unit(self._plan.units, self._forward_uses)):
+            touched = self._sink.stored.get(unit.tile)
+            if touched:
+                updates = self.optimizer.updates([unit.parameters[index] for index in sorted(touched)])
+                self._engine.update(unit.tile, updates, scale, priority)
+        self._sink.clear()
+        self._engine.expect(list(self._forward_uses))
+
+    def _watch_for_untrained(self) -> None:
+        """Name, once, the trainable parameters that none of the first three steps had a gradient for."""
+        if self.steps > 3 or not self._never_trained:
+            return
+        for unit in self._plan.units:
+            for index in self._gradients_known.get(unit.tile, ()):
+                self._never_trained.discard(unit.parameters[index].name)
+        if self.steps == 3 and self._never_trained:
+            names = sorted(self._never_trained)
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            warnings.warn(f"after 3 steps these parameters have had no gradient: {shown}", stacklevel=4)
+
+    # -- plain PyTorch ---------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own forward. With gradients on, `loss.backward()` and `optimizer.step()` train it as
+        any module; several backwards accumulate. Host tensors are moved to the compute device."""
+        if torch.is_grad_enabled():
+            self._prepare(kwargs if kwargs and not args else None)
+        else:
+            self._take_over_edits()
+        self._require_loaded()
+        moved = self._to_device({str(i): value for i, value in enumerate(args)} | kwargs)
+        positional = [moved.pop(str(i)) for i in range(len(args))]
+        backward = self._forward_uses[::-1] if torch.is_grad_enabled() else []
+        self._weights.begin_pass([*self._forward_uses, *backward])
+        self._engine.begin_step(self.steps)
+        with self._own_arithmetic(caches=not torch.is_grad_enabled()), self._chunked_head([kwargs]):
+            output = self.module(*positional, **moved)
+        self._forward_uses = list(self._weights.uses) or self._forward_uses
+        return output
+
+    def evaluate(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> EvaluationReport:
+        """The loss in evaluation mode, weighted as in `step()`; changes nothing."""
+        batches = [batch] if not isinstance(batch, list | tuple) else list(batch)
+        loads = [weight_of(entry, self._shifted) for entry in batches]
+        total = sum(loads)
+        losses: list[torch.Tensor] = []
+        active = [(entry, load) for entry, load in zip(batches, loads, strict=True) if load > 0]
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad(), preserved(self.device), self._own_arithmetic(), self._chunked_head(batches):
+                self._require_loaded()
+                self._take_over_edits()
+                runs = [self._parked(index, entry) for index, (entry, _) in enumerate(active)]
+                self._weights.begin_pass(list(self._forward_uses))
+                order = LayerMajor(self._weights, self._runner, self.device)
+                results: dict[int, torch.Tensor] = {}
+                try:
+                    order.forward(runs, lambda i, output: results.update({i: loss_in(output).double()}), keep=False)
+                except BaseException:
+                    for run in runs:
+                        run.abandon()
+                    raise
+                losses = [results[index] * load for index, (_, load) in enumerate(active)]
+        finally:
+            self.module.train(was_training)
+        loss = float(torch.stack(losses).sum()) / total if losses else 0.0
+        return EvaluationReport(loss=loss, tokens=sum(map(tokens_of, batches)), targets=total)
+
+    # -- before a forward --------------------------------------------------------------------------------------
+
+    def _prepare(self, batch: Mapping[str, Any] | None) -> None:
+        self._require_loaded()
+        if self.dtype == torch.float32 and torch.is_autocast_enabled(self.device.type):
+            raise UnsupportedModelError(
+                "fp32 weights under torch.autocast: the casts would outlive the slots; use dtype=torch.bfloat16, "
+                "or leave autocast"
+            )
+        self._take_over_edits()
+        for outside in self._weights.outside.values():
+            for parameter, leaf in outside.leaves():
+                leaf.requires_grad_(self._is_trainable(parameter))
+        if not self._checked and batch is not None:
+            self._check(batch)
+
+    def _check(self, batch: Mapping[str, Any]) -> None:
+        with self._own_arithmetic():
+            self._checked = check_model(self, batch)
+
+    def _require_loaded(self) -> None:
+        if self._unloaded:
+            first = next(iter(self._unloaded))
+            raise RuntimeError(
+                f"{len(self._unloaded)} parameters have no values yet, the first {first}: the module was on the meta "
+                "device; call load_state_dict, or use from_pretrained"
+            )
+
+    def _take_over_edits(self) -> None:
+        """In-place edits of the face since the last look become the master."""
+        for parameter in self._plan.parameters:
+            face = self._faces[parameter.name]
+            if face._version != self._face_versions[parameter.name]:
+                self._tiles.forget_low_half(parameter)
+                self._engine.mark_edited(parameter.tile)
+                self._face_versions[parameter.name] = face._version
+
+    @contextmanager
+    def edit_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
+        """The exact fp32 values by name, to be changed in place; written back at the end of the `with`."""
+        self._drain()
+        values = {parameter.name: self._tiles.master(parameter) for parameter in self._plan.parameters}
+        yield values
+        for parameter in self._plan.parameters:
+            self._tiles.write(parameter, values[parameter.name])
+        for unit in self._plan.units:
+            self._engine.mark_edited(unit.tile)
+
+    @contextmanager
+    def _own_arithmetic(self, caches: bool = False) -> Iterator[None]:
+        """No autocast (bf16 weights need none, and its casts would outlive a slot) and no caches, unless
+        `caches` leaves them to the module's configuration."""
+        used = [(config, config.use_cache) for config in self._configs if config.use_cache and not caches]
+        with ExitStack() as stack:
+            stack.enter_context(torch.autocast(self.device.type, enabled=False))
+            try:
+                for config, _ in used:
+                    config.use_cache = False
+                yield
+            finally:
+                for config, value in used:
+                    config.use_cache = value
+
+    @contextmanager
+    def _chunked_head(self, batches: Sequence[Mapping[str, Any]]) -> Iterator[None]:
+        """Where there are labels, the head and the loss go by chunks and never hold all logits."""
+        if self._head is None or not any("labels" in entry for entry in batches):
+            yield
+            return
+        with lazy_head(
+            self._head, self._warn_full_logits, compile=self._compiled, weights_version=lambda: self.steps
+        ):
+            yield
+
+    def _to_device(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        moved = {}
+        for key, value in batch.items():
+            if key == "weight":
+                continue
+            if isinstance(value, torch.Tensor):
+                on_device = value.to(self.device, non_blocking=True)
+                if key == "labels" and value.device.type == "cpu" and not value.is_floating_point():
+                    on_device = mirror_labels(on_device, value)
+                moved[key] = on_device
+            else:
+                moved[key] = value
+        return moved
+
+    # -- parameters ----------------------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, TileParameter]]:
+        """(name, parameter), tied ones once. Host views of the weights; see `TileParameter`."""
+        yield from self._faces.items()
+
+    def parameters(self) -> Iterator[TileParameter]:
+        yield from self._faces.values()
+
+    def train(self, mode: bool = True) -> StreamedModel:
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> StreamedModel:
+        return self.train(False)
+
+    @property
+    def training(self) -> bool:
+        return self.module.training
+
+    def _is_trainable(self, parameter: TiledParameter) -> bool:
+        face = self._faces[parameter.name]
+        if face.requires_grad and not parameter.trainable:
+            raise ValueError(f"{parameter.name} was frozen when the model was made and has no room for a gradient")
+        return face.requires_grad
+
+    def _unit_of(self, parameter: TiledParameter) -> Unit:
+        return self._unit_by_tile[parameter.tile]
+
+    def _kept_gradient(self, parameter: TiledParameter) -> torch.Tensor | None:
+        if not self.settings.keep_gradients:
+            raise RuntimeError(
+                f"{parameter.name}.grad: gradients live in the tiles and are clipped by max_grad_norm= or "
+                "model.clip_grad_norm_(); make the model with keep_gradients=True to look at them"
+            )
+        self._store_outside()
+        known = self._sink.stored if self._sink.pending else self._gradients_known
+        if parameter.index not in known.get(parameter.tile, ()):
+            return None
+        self._engine.synchronize()
+        return self._tiles.view(parameter, Section.gradients)
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Clip the gradients of the next `optimizer.step()` to this norm; returns their norm now."""
+        self._store_outside()
+        self._clip_next = max_norm
+        return self._sink.norm()
+
+    def _store_outside(self) -> None:
+        """Blocks' gradients go down as they are complete; those outside the stacks when they are asked for."""
+        for unit in self._plan.units:
+            if not unit.is_block:
+                self._sink.store(unit)
+
+    def _hook_outside_gradients(self) -> None:
+        for tile, outside in self._weights.outside.items():
+            unit = self._unit_by_tile[tile]
+            for parameter, leaf in outside.leaves():
+                if not parameter.trainable:
+                    continue
+
+                def take(leaf: torch.Tensor, parameter: TiledParameter = parameter, unit: Unit = unit) -> None:
+                    self._sink.add(unit, [(parameter, leaf.grad)])
+                    leaf.grad = None
+
+                leaf.register_post_accumulate_grad_hook(take)
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+        """Every parameter and persistent buffer by the module's names. Trainable parameters as exact fp32
+        values (new tensors), so that loading them resumes to the bit; with `dtype`, in that type, and
+        views of the tiles where it is the streamed one."""
+        self._drain()
+        return checkpoint.state_dict(self.module, self._tiles, self._blocks, dtype)
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
+        """Write weights, masters and buffers. Nothing is changed if a name or a shape does not fit."""
+        self._drain()
+        loaded = checkpoint.load_state_dict(self.module, self._tiles, self._blocks, state_dict, strict, self.device)
+        self._unloaded -= loaded
+        for unit in self._plan.units:
+            self._engine.mark_edited(unit.tile)
+
+    def save_pretrained(self, directory: str | os.PathLike[str], *, max_shard_size: str = "5GB") -> None:
+        """Weights (in the streamed type) as sharded safetensors, with the module's configuration."""
+        self._drain()
+        checkpoint.save_pretrained(self.module, self._tiles, self._blocks, directory, max_shard_size)
+
+    @classmethod
+    def from_pretrained(cls, path: str | os.PathLike[str], **kwargs: Any) -> StreamedModel:
+        """Stream a Hugging Face model: safetensors are read shard by shard into the tiles. `path` is a
+        directory or an id of the hub; keyword arguments are those of the constructor."""
+        from megatrain.pretrained import stream_pretrained
+
+        return stream_pretrained(cls, path, **kwargs)
+
+    def _drain(self) -> None:
+        self._engine.wait_updates()
+
+    def synchronize(self) -> None:
+        """Block until updates and copies have ended."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+        self._engine.synchronize()
+
+    def close(self) -> None:
+        """Stop the worker threads. The model cannot be used afterwards."""
+        self._engine.close()
+
+    # -- looking inside --------------------------------------------------------------------------------------------
+
+    def memory_report(self) -> MemoryReport:
+        store = self._tiles.store
+        count = sum(parameter.numel for parameter in self._plan.parameters)
+        unpinned = store.nbytes - store.pinned_bytes
+        notes = []
+        if unpinned:
+            notes.append(
+                f"{unpinned / (1 << 30):.2f} GiB could not be pinned; their copies go through a staging ring of "
+                f"{self.settings.staging_bytes / (1 << 20):.0f} MiB"
+            )
+        return MemoryReport(
+            parameters=count,
+            host_tiles=store.nbytes,
+            host_pinned=store.pinned_bytes,
+            host_bytes_per_parameter=store.nbytes / max(count, 1),
+            device_weights=self._weights.nbytes,
+            largest_tile=max(unit.layout.nbytes for unit in self._plan.units),
+            notes=tuple(notes),
+        )
+
+    def export_trace(self, path: str | os.PathLike[str]) -> None:
+        """Copies, compute, updates and waits so far as a Chrome/Perfetto trace (JSON)."""
+        write_chrome_trace(self._engine.trace(), [unit.name for unit in self._plan.units], path)
+
+    def _require_memory(self, backend: HostBackend | CudaBackend) -> None:
+        """Hold the plan against the limits before anything is allocated."""
+        settings = self.settings
+        require_host_memory(self._plan.nbytes + settings.staging_bytes, settings.host_memory or 0)
+        if self.device.type != "cuda":
+            return
+        weights = {unit: unit.layout.section(Section.weights)[1] for unit in self._plan.units}
+        ring = settings.slots * max(nbytes for unit, nbytes in weights.items() if unit.is_block)
+        outside = sum(nbytes for unit, nbytes in weights.items() if not unit.is_block)
+        free, _ = backend.device_memory()
+        limit = min(free, settings.device_memory or free)
+        if ring + outside > limit:
+            gib = 1 << 30
+            raise MemoryError(
+                f"the weights on the device need {(ring + outside) / gib:.2f} GiB ({settings.slots} slots and what is "
+                f"outside the stacks), but {limit / gib:.2f} GiB may be used; use fewer slots or smaller blocks"
+            )
+
+
+def _output_embeddings(module: nn.Module) -> nn.Module | None:
+    get = getattr(module, "get_output_embeddings", None)
+    try:
+        head = get() if get is not None else None
+    except (AttributeError, NotImplementedError):
+        return None
+    plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
+    return head if plain else None
+
+
+def _caching_configs(module: nn.Module) -> list[Any]:
+    """Every configuration in the module that decides about caches: encoders and decoders have their own."""
+    found: dict[int, Any] = {}
+    for owner in module.modules():
+        config = getattr(owner, "config", None)
+        for candidate in (config, getattr(config, "text_config", None)):
+            if hasattr(candidate, "use_cache"):
+                found[id(candidate)] = candidate
+    return list(found.values())
+
+
+def _on_meta(module: nn.Module) -> bool:
+    return any(parameter.device.type == "meta" for parameter in module.parameters())

@@ -1,0 +1,172 @@
+"""The optimizer face: a torch.optim.Optimizer whose state lives in the tiles."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatrain._native import ParameterUpdate, Section
+from megatrain.settings import AdamW, check_hyperparameters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from megatrain.parameters import TileParameter
+    from megatrain.tiles import Tiles
+    from megatrain.units import TiledParameter
+
+
+class StreamedAdamW(torch.optim.Optimizer):
+    """`model.optimizer`. Groups may be edited and scheduled as those of torch.optim.AdamW; what they say
+    when an update is queued counts. State: `step`, `exp_avg` and `exp_avg_sq`, which are views of the
+    tiles; `state_dict()` loads into torch.optim.AdamW and the other way round."""
+
+    def __init__(
+        self,
+        config: AdamW,
+        tiles: Tiles,
+        faces: Mapping[str, TileParameter],
+        apply: Callable[[], None],
+        drain: Callable[[], None],
+        forget_gradients: Callable[[], None],
+    ) -> None:
+        self._tiles = tiles
+        self._apply = apply
+        self._drain = drain
+        self._forget_gradients = forget_gradients
+        self._tiled: dict[int, TiledParameter] = {id(faces[p.name]): p for p in tiles.plan.parameters}
+        self._face: dict[TiledParameter, TileParameter] = {p: faces[p.name] for p in tiles.plan.parameters}
+        defaults = dict(lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
+        super().__init__(self._groups(config), defaults)
+
+    def _groups(self, config: AdamW) -> list[dict[str, Any]]:
+        trainable = [face for parameter, face in self._face.items() if parameter.trainable]
+        if config.params is None:
+            return [{"params": trainable}]
+        by_original = {id(parameter.original): face for parameter, face in self._face.items()}
+        names = self._tiles.plan.names
+        groups = []
+        for group in config.params:
+            members = []
+            for entry in group["params"]:
+                if isinstance(entry, str):
+                    if entry not in names:
+                        raise ValueError(f'a parameter group names "{entry}", which the module does not have')
+                    face = self._face[names[entry]]
+                elif id(entry) in by_original:
+                    face = by_original[id(entry)]
+                elif id(entry) in self._tiled:
+                    face = entry
+                else:
+                    raise ValueError("a parameter group holds a tensor that is not a parameter of the module")
+                if self._tiled[id(face)].trainable and all(face is not known for known in members):
+                    members.append(face)
+            groups.append({**group, "params": members})
+        listed = {id(face) for group in groups for face in group["params"]}
+        missing = [self._tiled[id(face)].name for face in trainable if id(face) not in listed]
+        if missing:
+            raise ValueError(
+                f"{len(missing)} trainable parameters are in no group, the first {missing[0]}; "
+                "freeze them with requires_grad_(False) or list them"
+            )
+        return groups
+
+    # -- updates -------------------------------------------------------------------------------------------
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Clip by the model's `max_grad_norm` and queue the update of every parameter that has a
+        gradient. Returns before the updates have ended; whatever reads weights waits for them."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._apply()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop what was accumulated; gradients of streamed parameters are always dropped whole."""
+        self._forget_gradients()
+
+    def check_groups(self) -> None:
+        """Before anything is updated: ValueError for a hyperparameter out of range."""
+        for group in self.param_groups:
+            check_hyperparameters(group)
+
+    def updates(self, parameters: Sequence[TiledParameter]) -> list[ParameterUpdate]:
+        """The next update of these parameters, captured by value; advances their step counts."""
+        group_of = {id(face): group for group in self.param_groups for face in group["params"]}
+        found = []
+        for parameter in parameters:
+            face = self._face[parameter]
+            group = group_of[id(face)]
+            state = self.state[face]
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"] = self._tiles.view(parameter, Section.exp_avg)
+                state["exp_avg_sq"] = self._tiles.view(parameter, Section.exp_avg_sq)
+            state["step"] += 1
+            found.append(
+                ParameterUpdate(
+                    parameter.index,
+                    lr=float(group["lr"]),
+                    beta1=float(group["betas"][0]),
+                    beta2=float(group["betas"][1]),
+                    eps=float(group["eps"]),
+                    weight_decay=float(group["weight_decay"]),
+                    step=int(state["step"]),
+                )
+            )
+        return found
+
+    # -- state ---------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """torch's layout; the moments are views of the tiles, as torch's are of its own tensors."""
+        self._drain()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over groups and moments; nothing is changed if the groups or a shape do not fit."""
+        self._drain()
+        saved = state_dict["param_groups"]
+        if len(saved) != len(self.param_groups):
+            raise ValueError(f"the state has {len(saved)} parameter groups, the optimizer {len(self.param_groups)}")
+        targets: list[tuple[TileParameter, Mapping[str, Any] | None]] = []
+        for number, (theirs, ours) in enumerate(zip(saved, self.param_groups, strict=True)):
+            if len(theirs["params"]) != len(ours["params"]):
+                raise ValueError(
+                    f"group {number} of the state has {len(theirs['params'])} parameters, "
+                    f"that of the optimizer {len(ours['params'])}"
+                )
+            check_hyperparameters({**self.defaults, **theirs})
+            targets += zip(ours["params"], (state_dict["state"].get(key) for key in theirs["params"]), strict=True)
+        for face, entry in targets:
+            for name in ("exp_avg", "exp_avg_sq"):
+                if entry is not None and entry[name].shape != face.shape:
+                    raise ValueError(
+                        f"{name} of {self._tiled[id(face)].name} has shape {tuple(entry[name].shape)}, "
+                        f"the parameter {tuple(face.shape)}"
+                    )
+        # Views first: a state that came from this optimizer must be read before it is overwritten.
+        fresh = [None if e is None else (float(e["step"]), e["exp_avg"], e["exp_avg_sq"]) for _, e in targets]
+        for (face, _), entry in zip(targets, fresh, strict=True):
+            parameter = self._tiled[id(face)]
+            first, second = (self._tiles.view(parameter, s) for s in (Section.exp_avg, Section.exp_avg_sq))
+            if entry is None:
+                first.zero_()
+                second.zero_()
+                self.state.pop(face, None)
+                continue
+            first.copy_(entry[1])
+            second.copy_(entry[2])
+            self.state[face] = {"step": torch.tensor(entry[0]), "exp_avg": first, "exp_avg_sq": second}
+        for theirs, ours in zip(saved, self.param_groups, strict=True):
+            ours.update({key: value for key, value in theirs.items() if key != "params"})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Only while the optimizer is made: tiles are laid out for the parameters known then."""
+        faces: Iterable[Any] = param_group["params"]
+        if any(id(face) not in self._tiled for face in faces):
+            raise ValueError("parameter groups hold the parameters of the streamed model; others cannot be added")
+        super().add_param_group(param_group)

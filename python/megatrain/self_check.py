@@ -1,0 +1,265 @@
+"""The self-check: the first blocks, streamed against resident, in fp32 on a small batch.
+
+It compares gradients: several of the ways in which a model can be streamed wrongly (router logits taken
+by hooks, tensors that leave a block through a mapping) leave the loss exact."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megatrain._native import Section
+from megatrain.autograd import DirectCalls
+from megatrain.blocks import BlockCaller
+from megatrain.calls import BlockRunner
+from megatrain.errors import UnsupportedModelError
+from megatrain.loss import loss_in, weight_of
+from megatrain.parking import ParkedForward
+from megatrain.rng import RngState, preserved, seed_generators
+from megatrain.schedule import LayerMajor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+    from megatrain.blocks import Block
+    from megatrain.model import StreamedModel
+    from megatrain.units import TiledParameter, Unit
+
+BLOCK_BUDGET_BYTES = 256 << 20
+"""As many leading blocks of each stack as fit into this in fp32 are checked, at least two."""
+MAX_TOKENS = 64
+TOLERANCE = 1e-3
+"""Of the largest element of a gradient: fp32 sums in another order stay below 1e-5, the faults seen begin
+at 7e-3."""
+_CUTTABLE = {"input_ids", "attention_mask", "labels", "position_ids", "token_type_ids"}
+
+
+def tiny_batch(batch: Mapping[str, Any], shifted: bool) -> dict[str, Any]:
+    """The row with the most targets; of token models its last tokens only."""
+    tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+    rows = next((v.shape[0] for v in tensors.values()), 1)
+    labels = tensors.get("labels")
+    row = 0
+    if labels is not None and labels.dim() > 1 and not labels.is_floating_point():
+        row = int((labels != -100).sum(tuple(range(1, labels.dim()))).argmax())
+
+    def cut(key: str, value: Any) -> Any:
+        if key not in tensors or value.shape[0] != rows:
+            return value
+        return value[row : row + 1]
+
+    one = {key: cut(key, value) for key, value in batch.items() if key != "weight"}
+    if set(one) <= _CUTTABLE and all(isinstance(v, torch.Tensor) and v.dim() == 2 for v in one.values()):
+        short = {key: value[:, -MAX_TOKENS:] for key, value in one.items()}
+        if "labels" not in short or weight_of(short, shifted) > 0:
+            return short
+    return one
+
+
+class _Copies:
+    """fp32 copies of the weights as leaves; stands for both the ring and the resident module's own."""
+
+    def __init__(self, values: Mapping[TiledParameter, torch.Tensor]) -> None:
+        self._values = values
+
+    @contextmanager
+    def on_device(self, block: Block) -> Iterator[dict[str, torch.Tensor]]:
+        yield {name: self._values[parameter] for name, parameter in block.parameters}
+
+    def version(self, block: Block) -> int:
+        return 0
+
+
+class _Sums:
+    """Gradients of streamed blocks, summed by parameter."""
+
+    def __init__(self) -> None:
+        self.by_parameter: dict[TiledParameter, torch.Tensor] = {}
+
+    def add(self, unit: Unit, gradients: Iterable[tuple[TiledParameter, torch.Tensor | None]]) -> None:
+        for parameter, gradient in gradients:
+            if gradient is not None:
+                before = self.by_parameter.get(parameter)
+                self.by_parameter[parameter] = gradient if before is None else before + gradient
+
+    def store(self, unit: Unit) -> None:
+        pass
+
+    def clear(self) -> None:
+        self.by_parameter.clear()
+
+
+def check_model(model: StreamedModel, batch: Mapping[str, Any]) -> bool:
+    """Raises UnsupportedModelError, naming the parameter, where streamed and resident gradients differ.
+    False if this batch has nothing to check with (no targets)."""
+    tiny = tiny_batch(batch, model._shifted)
+    if weight_of(tiny, model._shifted) == 0:
+        return False
+    try:
+        _compare(model, tiny)
+    except torch.cuda.OutOfMemoryError as error:
+        warnings.warn(f"the self-check did not fit the device and was left out: {error}", stacklevel=3)
+    finally:
+        if model.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return True
+
+
+def _compare(model: StreamedModel, tiny: Mapping[str, Any]) -> None:
+    module, device = model.module, model.device
+    arguments = {
+        key: value.to(device).float() if _is_half(value) else value.to(device) if _is_tensor(value) else value
+        for key, value in tiny.items()
+    }
+    with _leading_blocks(model) as checked, preserved(device):
+        needed = {p for block in checked for _, p in block.parameters}
+        needed |= {p for unit in model._plan.units if not unit.is_block for p in unit.parameters}
+        values = {
+            p: model._tiles.view(p, Section.weights).to(device, torch.float32, copy=True).requires_grad_(
+                model._is_trainable(p)
+            )
+            for p in needed
+        }
+        copies = _Copies(values)
+        caller = BlockCaller(compiled=False)
+        runner = BlockRunner(caller, device, model._is_trainable)
+
+        def resident(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            with copies.on_device(block) as weights:
+                return caller(block, weights, args, kwargs)
+
+        def run_whole(handler: Callable[[Block, tuple[Any, ...], dict[str, Any]], Any]) -> torch.Tensor:
+            seed_generators(0, device)
+            model._router.default = handler
+            return loss_in(module(**arguments))
+
+        def take_leaves() -> dict[TiledParameter, torch.Tensor]:
+            taken = {p: leaf.grad.cpu() for p, leaf in values.items() if leaf.grad is not None}
+            for leaf in values.values():
+                leaf.grad = None
+            return taken
+
+        default = model._router.default
+        model._router.override = values
+        try:
+            with torch.enable_grad():
+                loss = run_whole(resident)
+                if not loss.requires_grad:
+                    return
+                loss.backward()  # type: ignore[no-untyped-call]
+                expected_loss, expected = loss.detach(), take_leaves()
+
+                sums = _Sums()
+                loss = run_whole(DirectCalls(copies, runner, sums, device, model._unit_of))
+                loss.backward()  # type: ignore[no-untyped-call]
+                _hold_against(expected_loss, expected, loss.detach(), _merged(sums, take_leaves()), "backward()")
+
+                sums = _Sums()
+                loss = _parked_backward(model, arguments, copies, runner, sums)
+                _hold_against(expected_loss, expected, loss, _merged(sums, take_leaves()), "step()")
+        finally:
+            model._router.override = None
+            model._router.default = default
+
+
+def _parked_backward(
+    model: StreamedModel, arguments: Mapping[str, Any], copies: _Copies, runner: BlockRunner, sums: _Sums
+) -> torch.Tensor:
+    seed_generators(0, model.device)
+    run = ParkedForward(
+        lambda: model.module(**arguments),
+        model.device,
+        RngState.capture(model.device),
+        lambda run: model._router.handle_here(run.park),
+    )
+    order = LayerMajor(copies, runner, model.device)
+    losses: list[torch.Tensor] = []
+
+    def when_done(_: int, output: Any) -> None:
+        loss = loss_in(output)
+        losses.append(loss.detach())
+        torch.autograd.backward([loss], retain_graph=True)
+
+    try:
+        order.forward([run], when_done, keep=True)
+        order.backward(sums, model._unit_of)
+    except BaseException:
+        run.abandon()
+        raise
+    return losses[0]
+
+
+@contextmanager
+def _leading_blocks(model: StreamedModel) -> Iterator[list[Block]]:
+    """The module with its stacks cut to their first blocks."""
+    by_name = {block.name: block for block in model._blocks}
+    kept_entries: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
+    checked: list[Block] = []
+    try:
+        for stack in model._stacks:
+            entries = dict(stack.container._modules)
+            kept_entries.append((stack.container, entries))
+            kept: dict[str, nn.Module | None] = {}
+            spent = 0
+            for key, entry in entries.items():
+                block = by_name[f"{stack.name}.{key}"]
+                spent += 4 * block.unit.layout.weight_elements
+                if len(kept) >= 2 and spent > BLOCK_BUDGET_BYTES:
+                    break
+                kept[key] = entry
+                checked.append(block)
+            stack.container._modules = kept
+        yield checked
+    finally:
+        for container, entries in kept_entries:
+            container._modules = entries
+
+
+def _merged(
+    sums: _Sums, leaves: dict[TiledParameter, torch.Tensor]
+) -> dict[TiledParameter, torch.Tensor]:
+    merged = dict(leaves)
+    for parameter, gradient in sums.by_parameter.items():
+        own = merged.get(parameter)
+        merged[parameter] = gradient.cpu() if own is None else own + gradient.cpu()
+    return merged
+
+
+def _hold_against(
+    expected_loss: torch.Tensor,
+    expected: Mapping[TiledParameter, torch.Tensor],
+    loss: torch.Tensor,
+    found: Mapping[TiledParameter, torch.Tensor],
+    way: str,
+) -> None:
+    if not torch.allclose(expected_loss, loss, rtol=TOLERANCE, atol=1e-6, equal_nan=True):
+        raise UnsupportedModelError(
+            f"self-check: streamed through {way} the loss is {float(loss):.6f}, resident {float(expected_loss):.6f}"
+        )
+    for parameter in dict.fromkeys([*expected, *found]):
+        one, other = expected.get(parameter), found.get(parameter)
+        if one is None or other is None:
+            side = "streamed" if other is None else "resident"
+            raise UnsupportedModelError(f"self-check: {parameter.name} gets no gradient when {side} (through {way})")
+        if one.numel() == 0 or not bool(torch.isfinite(one).all()):
+            continue
+        largest = float(one.abs().max())
+        difference = float((one - other).abs().max())
+        if not difference <= TOLERANCE * largest + 1e-9:
+            raise UnsupportedModelError(
+                f"self-check: the gradient of {parameter.name} through {way} is off by {difference:.3g} where its "
+                f"largest element is {largest:.3g}; tensors may leave a block other than by its return value "
+                "(router logits collected by hooks, mappings that blocks write)"
+            )
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_half(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16)

@@ -1,0 +1,117 @@
+"""Settings of a streamed model: frozen, checked when made."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatrain._native import CudaBackend, HostBackend, TileFormat, cuda_device_count, cuda_unavailable_reason
+
+ParameterGroups = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """AdamW with decoupled weight decay, as torch.optim.AdamW (Loshchilov and Hutter, 2017).
+
+    `params`: parameter groups as torch takes them, each a mapping with "params" (parameters of the
+    module as it was before it was streamed, or their names) and any of lr, betas, eps, weight_decay;
+    None puts every trainable parameter into one group."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    params: ParameterGroups | None = None
+
+    def __post_init__(self) -> None:
+        check_hyperparameters(dict(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay))
+
+
+def check_hyperparameters(group: Mapping[str, Any]) -> None:
+    """ValueError with the name, the value and the limit of the first that is out of range."""
+    for name in ("lr", "eps", "weight_decay"):
+        value = float(group[name])
+        if not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"{name} is {value}; it must be finite and at least 0")
+    for index, beta in enumerate(group["betas"]):
+        if not 0 <= float(beta) < 1:
+            raise ValueError(f"betas[{index}] is {beta}; it must be at least 0 and below 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The knobs of StreamedModel; its docstring explains them."""
+
+    max_grad_norm: float | None = None
+    dtype: torch.dtype = torch.bfloat16
+    slots: int = 2
+    compile: bool | None = None
+    skip_nonfinite: bool = True
+    host_memory: int | None = None
+    device_memory: int | None = None
+    seed: int = 0
+    threads: int = 0
+    isa: str = ""
+    staging_bytes: int = 64 << 20
+    keep_gradients: bool = False
+    self_check: bool = True
+
+    def __post_init__(self) -> None:
+        if self.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"dtype is {self.dtype}; it must be torch.bfloat16 or torch.float32")
+        if self.slots < 2:
+            raise ValueError(f"slots is {self.slots}; the ring needs at least 2")
+        if self.max_grad_norm is not None and not self.max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm is {self.max_grad_norm}; it must be above 0, or None for no clipping")
+
+    @property
+    def tile_format(self) -> TileFormat:
+        return TileFormat.bf16_split if self.dtype == torch.bfloat16 else TileFormat.fp32
+
+
+def chosen_isa(isa: str) -> str:
+    """The instruction set asked for: the setting, else the environment's MEGATRAIN_ISA, else "" (fastest)."""
+    return isa or os.environ.get("MEGATRAIN_ISA", "")
+
+
+def resolve_backend(device: str | torch.device | HostBackend | CudaBackend) -> HostBackend | CudaBackend:
+    """The backend that `device` names: "auto" is CUDA where there is a device, else the host."""
+    if isinstance(device, HostBackend | CudaBackend):
+        return device
+    if device == "auto":
+        return CudaBackend(torch.cuda.current_device()) if cuda_device_count() > 0 else HostBackend()
+    wanted = torch.device(device)
+    if wanted.type == "cpu":
+        return HostBackend()
+    if wanted.type != "cuda":
+        raise ValueError(f'device is "{device}"; it must be "auto", "cuda", "cuda:N", "cpu" or a backend')
+    if cuda_device_count() == 0:
+        raise ValueError(f'device is "{device}", but there is no CUDA device: {cuda_unavailable_reason()}')
+    return CudaBackend(wanted.index if wanted.index is not None else torch.cuda.current_device())
+
+
+def parse_bytes(value: int | str | None, name: str) -> int | None:
+    """128 << 30, "128GiB" or "80e9" in bytes."""
+    if value is None or isinstance(value, int):
+        if value is not None and value <= 0:
+            raise ValueError(f"{name} is {value}; it must be above 0 bytes")
+        return value
+    units = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "kb": 10**3, "mb": 10**6, "gb": 10**9}
+    text = value.strip().lower()
+    for unit, factor in units.items():
+        if text.endswith(unit):
+            text, scale = text[: -len(unit)], factor
+            break
+    else:
+        scale = 1
+    try:
+        parsed = int(float(text) * scale)
+    except ValueError:
+        raise ValueError(f'{name} is "{value}"; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB') from None
+    return parse_bytes(parsed, name)

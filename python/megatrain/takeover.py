@@ -1,0 +1,118 @@
+"""The module taken apart: its weights moved into tiles, its blocks replaced by proxies.
+
+What stays in the module are its own code, its buffers (on the compute device) and, outside the stacks,
+parameters whose memory is on the device and filled when they are touched."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megatrain.blocks import Block, BlockProxy
+from megatrain.device_weights import FetchedOnAccess
+from megatrain.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from megatrain.device_weights import DeviceWeights
+    from megatrain.stacks import Stack
+    from megatrain.units import TiledParameter, UnitPlan
+
+
+class Router:
+    """Decides who runs a block's call: the forward that is parked in this thread, or the default."""
+
+    def __init__(self) -> None:
+        self.default: Callable[[Block, tuple[Any, ...], dict[str, Any]], Any] | None = None
+        self.override: Mapping[TiledParameter, torch.Tensor] | None = None
+        """Weights to use outside the stacks in place of the tiles' (the self-check)."""
+        self._local = threading.local()
+
+    def __call__(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        handler = getattr(self._local, "handler", None) or self.default
+        assert handler is not None
+        return handler(block, args, kwargs)
+
+    def handle_here(self, handler: Callable[[Block, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        """Calls in this thread go to `handler` from now on."""
+        self._local.handler = handler
+
+
+def check_registry(module: nn.Module) -> None:
+    """Refuse modules that hold parameters where torch's registry does not show them."""
+    for name, owner in module.named_modules():
+        for attribute, value in vars(owner).items():
+            if attribute in ("_parameters", "_modules"):
+                continue
+            held = value if isinstance(value, list | tuple) else [value]
+            if any(isinstance(entry, nn.Parameter) for entry in held):
+                raise UnsupportedModelError(
+                    f"{name or 'the module'} ({type(owner).__name__}) keeps parameters in its attribute "
+                    f"{attribute}, past torch's registry; such modules cannot be streamed"
+                )
+
+
+def take_blocks(
+    stacks: Sequence[Stack], plan: UnitPlan, router: Router, device: torch.device, dtype: torch.dtype
+) -> list[Block]:
+    """Put proxies into the stacks' containers and the blocks' parameters on the meta device."""
+    blocks = []
+    for stack in stacks:
+        for key, skeleton in list(stack.container.named_children()):
+            name = f"{stack.name}.{key}"
+            parameters = tuple(
+                (inner, plan.names[f"{name}.{inner}"])
+                for inner, _ in skeleton.named_parameters(remove_duplicate=False)
+            )
+            block = Block(name, skeleton, plan.block_units[name], parameters)
+            blocks.append(block)
+            stack.container._modules[key] = BlockProxy(block, router, device, dtype)
+    for block in blocks:
+        for owner in block.skeleton.modules():
+            for inner, parameter in owner._parameters.items():
+                if parameter is not None and parameter.device.type != "meta":
+                    owner._parameters[inner] = nn.Parameter(
+                        torch.empty(parameter.shape, dtype=dtype, device="meta"), parameter.requires_grad
+                    )
+            if hasattr(owner, "gradient_checkpointing"):
+                owner.gradient_checkpointing = False  # blocks are recomputed by the schedule
+    return blocks
+
+
+def take_outside(module: nn.Module, plan: UnitPlan, weights: DeviceWeights, router: Router) -> None:
+    """Outside the stacks: parameters become device leaves that are fetched when touched."""
+    for module_name, owner in module.named_modules(remove_duplicate=False):
+        if isinstance(owner, BlockProxy) or not owner._parameters or isinstance(owner._parameters, FetchedOnAccess):
+            continue
+        prefix = f"{module_name}." if module_name else ""
+        tiled = {
+            inner: plan.names[prefix + inner] for inner, value in owner._parameters.items() if value is not None
+        }
+
+        def fetch(inner: str, tiled: dict[str, TiledParameter] = tiled) -> Any:
+            parameter = tiled[inner]
+            if router.override is not None:
+                return router.override[parameter]
+            return weights.outside[parameter.tile].leaf(parameter)
+
+        entries: dict[str, Any] = {}
+        for inner, value in owner._parameters.items():
+            if value is None:
+                entries[inner] = None
+                continue
+            outside = weights.outside[tiled[inner].tile]
+            entries[inner] = next(leaf for parameter, leaf in outside.leaves() if parameter is tiled[inner])
+        owner._parameters = FetchedOnAccess(entries, fetch)
+
+
+def move_buffers(module: nn.Module, blocks: Sequence[Block], device: torch.device) -> None:
+    """All buffers to the compute device; those on the meta device wait for their values."""
+    for root in (module, *(block.skeleton for block in blocks)):
+        for owner in root.modules():
+            for name, buffer in owner._buffers.items():
+                if buffer is not None and buffer.device.type != "meta":
+                    owner._buffers[name] = buffer.to(device)

@@ -1,0 +1,83 @@
+"""The module's parameters moved into tiles, and every way to look at them from the host."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatrain._native import Section, TileFormat
+from megatrain.interop import section_tensor
+from megatrain.parameters import TileParameter
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from megatrain._native import TileStore
+    from megatrain.units import TiledParameter, UnitPlan
+
+
+class Tiles:
+    """Owns the store's torch views. Tile numbers are those of the plan."""
+
+    def __init__(self, store: TileStore, plan: UnitPlan) -> None:
+        self.store = store
+        self.plan = plan
+        self._sections: dict[tuple[int, int], torch.Tensor] = {}
+        for unit in plan.units:
+            tile = store.add(unit.layout)
+            assert tile == unit.tile
+            for parameter in unit.parameters:
+                if parameter.original.device.type != "meta":
+                    self.write(parameter, parameter.original.detach())
+                # Frees the module's own storage now, so that loading never holds two copies of a block.
+                if parameter.original.device.type == "cpu":
+                    parameter.original.data = self.view(parameter, Section.weights)
+                elif parameter.original.device.type != "meta":
+                    parameter.original.data = parameter.original.data.new_empty(0)
+
+    def view(self, parameter: TiledParameter, section: Section) -> torch.Tensor:
+        """The parameter's part of a section, in its shape; shares the tile's memory."""
+        key = (parameter.tile, section.value)
+        if key not in self._sections:
+            self._sections[key] = section_tensor(self.store, parameter.tile, section)
+        offset = self.store.layout(parameter.tile).element_offset(parameter.index)
+        return self._sections[key][offset : offset + parameter.numel].view(parameter.shape)
+
+    def write(self, parameter: TiledParameter, values: torch.Tensor) -> None:
+        """Set weights and master. Raises for values that are not finite, naming the parameter."""
+        if values.shape != parameter.shape:
+            raise ValueError(
+                f"{parameter.name} has shape {tuple(parameter.shape)}, but was given {tuple(values.shape)}"
+            )
+        finite = self.store.set_master(parameter.tile, parameter.index, _host_floats(values))
+        if not finite:
+            raise ValueError(f"{parameter.name} holds values that are not finite")
+
+    def master(self, parameter: TiledParameter) -> torch.Tensor:
+        """The exact fp32 values, a new tensor. Frozen parameters have only what is streamed."""
+        values = torch.empty(parameter.shape, dtype=torch.float32)
+        self.store.get_master(parameter.tile, parameter.index, values.view(-1).numpy())
+        return values
+
+    def forget_low_half(self, parameter: TiledParameter) -> None:
+        """The weights were edited in place: they are the master now."""
+        if parameter.trainable and self.store.layout(parameter.tile).format.value == TileFormat.bf16_split.value:
+            self.view(parameter, Section.master_low).zero_()
+
+    def face(self, drain: Callable[[], None], gradient: Callable[[TiledParameter], torch.Tensor | None]) -> (
+        dict[str, TileParameter]
+    ):
+        """The parameter objects that users see, by first name, of stable identity."""
+        faces = {}
+        for tiled in self.plan.parameters:
+
+            def gradient_of(tiled: TiledParameter = tiled) -> torch.Tensor | None:
+                return gradient(tiled)
+
+            faces[tiled.name] = TileParameter.make(self.view(tiled, Section.weights), tiled, drain, gradient_of)
+        return faces
+
+
+def _host_floats(values: torch.Tensor) -> object:
+    return values.detach().to("cpu", torch.float32).contiguous().view(-1).numpy()

@@ -1,0 +1,135 @@
+"""Build the streamed model that the settings ask for: a new one from a shape, or a directory's."""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+import megatrain
+from megatrain import _native
+
+from .config import ShapeSettings, TrainSettings
+from .errors import UserError, one_line, suggest
+from .tokenizer import TextTokenizer
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """A checked description of the model; nothing large has been allocated yet."""
+
+    config: PretrainedConfig
+    directory: Path | None
+
+    def check(self, tokenizer: TextTokenizer, sequence_length: int) -> None:
+        """Refuse a tokenizer or a row that the model has no place for."""
+        vocabulary = int(self.config.get_text_config().vocab_size)
+        if tokenizer.size > vocabulary:
+            raise UserError(
+                f"model: vocab_size is {vocabulary}, but the tokenizer has {tokenizer.size} tokens"
+            )
+        positions = getattr(self.config.get_text_config(), "max_position_embeddings", None)
+        if positions is not None and sequence_length > positions:
+            raise UserError(f"sequence_length is {sequence_length}, but the model has {positions} positions")
+
+
+def open_directory(path: str) -> ModelSource:
+    """Check a Hugging Face model directory without reading its weights."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise UserError(f"model {path}: no such directory")
+    file = directory / "config.json"
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(
+            f"model {path}: holds no config.json, so it is no Hugging Face model directory"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: {one_line(error)}") from None
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        raise UserError(f"{file}: names no model_type")
+    if not list(directory.glob("*.safetensors")):
+        raise UserError(f"model {path}: holds no .safetensors weights")
+    return ModelSource(
+        _make_config(values["model_type"], lambda cls: cls.from_dict(values), str(file)), directory
+    )
+
+
+def describe_shape(shape: ShapeSettings, tokenizer: TextTokenizer) -> ModelSource:
+    """The transformers configuration of a new model over the tokenizer's vocabulary."""
+    fields = {
+        "vocab_size": tokenizer.size,
+        "eos_token_id": tokenizer.end,
+        "bos_token_id": None,
+        **shape.fields(),
+    }
+
+    def build(config_class: type[PretrainedConfig]) -> PretrainedConfig:
+        known = {*config_class().to_dict(), *getattr(config_class, "attribute_map", {})} - {"model_type"}
+        for name in fields:
+            if name not in known:
+                raise UserError(
+                    f"unknown key 'model.{name}' of model type {shape.type}{suggest(name, known)}"
+                )
+        return config_class(**fields)
+
+    return ModelSource(_make_config(shape.type, build, "model"), None)
+
+
+def _make_config(
+    model_type: str, build: Callable[[type[PretrainedConfig]], PretrainedConfig], source: str
+) -> PretrainedConfig:
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in CONFIG_MAPPING:
+        hint = suggest(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+        raise UserError(
+            f"{source}: unknown model type '{model_type}'{hint}; it should be a causal language model"
+        )
+    try:
+        return build(CONFIG_MAPPING[model_type])
+    except UserError:
+        raise
+    except Exception as error:  # every configuration class has its own checks
+        raise UserError(f"{source}: {one_line(error)}") from None
+
+
+def stream(source: ModelSource, settings: TrainSettings) -> megatrain.StreamedModel:
+    """The model in host memory, ready to train."""
+    arguments: dict[str, Any] = dict(
+        optimizer=megatrain.AdamW(
+            lr=settings.optimizer.lr,
+            betas=settings.optimizer.betas,
+            eps=settings.optimizer.eps,
+            weight_decay=settings.optimizer.weight_decay,
+        ),
+        max_grad_norm=settings.optimizer.max_grad_norm,
+        dtype=resolve_dtype(settings),
+        device=settings.device,
+        slots=settings.slots,
+        seed=settings.seed,
+    )
+    try:
+        if source.directory is not None:
+            return megatrain.StreamedModel.from_pretrained(str(source.directory), **arguments)
+        torch.manual_seed(settings.seed)
+        make: Any = AutoModelForCausalLM.from_config  # untyped
+        module = make(source.config, dtype=torch.float32)
+        return megatrain.StreamedModel(module, **arguments)
+    except (ValueError, TypeError, ZeroDivisionError, OSError, SafetensorError) as error:
+        where = "model" if source.directory is None else f"model {source.directory}"
+        raise UserError(f"{where}: {one_line(error)}") from error
+
+
+def resolve_dtype(settings: TrainSettings) -> torch.dtype:
+    """auto is fp32 on a CPU, since many CPUs have no fast bf16 products."""
+    if settings.precision.dtype == "auto":
+        on_gpu = settings.device.startswith("cuda") or (
+            settings.device == "auto" and _native.cuda_device_count() > 0
+        )
+        return torch.bfloat16 if on_gpu else torch.float32
+    return torch.bfloat16 if settings.precision.dtype == "bfloat16" else torch.float32

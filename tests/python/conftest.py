@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+import os
+
+# The models are tiny: a second OpenMP thread only waits for the first.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+import pytest
+import torch
+
+import megatrain
+
+
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> object:
+    """An adversarial host backend (delays before every copy, NaN in released slots), and a GPU."""
+    if request.param == "host":
+        return megatrain.HostBackend(max_delay_us=200, seed=7, poison=True)
+    if megatrain._native.cuda_device_count() == 0:
+        pytest.skip(f"no GPU: {megatrain._native.cuda_unavailable_reason()}")
+    return "cuda"
+
+
+@pytest.fixture
+def torch_device(device: object) -> str:
+    return "cuda" if device == "cuda" else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> None:
+    torch.set_num_threads(1)

@@ -1,0 +1,36 @@
+"""Learning rates by hand."""
+
+import math
+
+import pytest
+
+pytest.importorskip("pydantic")
+from megatrain.train.config import ScheduleSettings
+from megatrain.train.schedule import lr_factor
+
+
+def test_warm_up_then_cosine_down_to_the_floor() -> None:
+    settings = ScheduleSettings(warmup_steps=4, min_lr=2e-4)
+    factors = [lr_factor(settings, step, 12, 2e-3) for step in range(12)]
+    assert factors[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0], rel=1e-12)
+    expected = [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * i / 8)) for i in range(1, 9)]
+    assert factors[4:] == pytest.approx(expected, rel=1e-12)
+    assert factors[7] == pytest.approx(0.55, rel=1e-12)
+    assert factors[11] == pytest.approx(0.1, rel=1e-12)
+
+
+def test_without_warm_up_and_beyond_the_end() -> None:
+    settings = ScheduleSettings()
+    assert lr_factor(settings, 0, 2, 1.0) == pytest.approx(0.5)
+    # torch's schedulers ask for one step more than is taken.
+    assert lr_factor(settings, 2, 2, 1.0) == 0.0
+
+
+def test_constant() -> None:
+    settings = ScheduleSettings(kind="constant", warmup_steps=2)
+    assert [lr_factor(settings, step, 4, 1.0) for step in range(4)] == [0.5, 1.0, 1.0, 1.0]
+
+
+def test_warm_up_longer_than_the_run() -> None:
+    settings = ScheduleSettings(warmup_steps=8)
+    assert [lr_factor(settings, step, 2, 1.0) for step in range(3)] == [0.125, 0.25, 0.375]
