@@ -20,7 +20,7 @@ namespace megatrain {
 
 struct EngineOptions {
   std::size_t trace_capacity = 65536;
-  std::string without_wait;  // for tests: the name of one wait to leave out
+  std::string without_wait = {};  // for tests: the name of one wait to leave out
 };
 
 class Engine {

@@ -20,7 +20,7 @@ namespace megatrain {
 
 struct TileStoreOptions {
   unsigned threads = 0;                               // of the pool; 0: all usable cores but one
-  std::string isa;                                    // of the update; "": the fastest
+  std::string isa = {};                               // of the update; "": the fastest
   std::size_t staging_bytes = std::size_t{64} << 20;  // for tiles that could not be pinned
 };
 

@@ -100,6 +100,8 @@ class Family:
     dropout: dict[str, float]
     embedding: str
     """The parameter that a frozen-embedding run freezes."""
+    kinked: bool = False
+    """Its activation has a kink, at which rounding decides."""
 
 
 FAMILIES = [
@@ -111,7 +113,7 @@ FAMILIES = [
     Family(
         "gpt2", gpt2, text_batch, dict(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1), "transformer.wte.weight"
     ),
-    Family("t5", t5, translation_batch, dict(dropout_rate=0.1), "shared.weight"),
+    Family("t5", t5, translation_batch, dict(dropout_rate=0.1), "shared.weight", kinked=True),
     Family("vit", vit, image_batch, dict(hidden_dropout_prob=0.1), "vit.embeddings.cls_token"),
 ]
 

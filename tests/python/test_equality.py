@@ -12,13 +12,16 @@ from resident import Resident, assert_close
 
 import megatrain
 
-LR, DECAY, CLIP = 1e-4, 0.1, 0.5
+DECAY, CLIP = 0.1, 0.5
+# eps lies above the rounding noise of gradients that are zero in exact arithmetic (biases of keys): Adam would
+# turn that noise into steps of the size of the learning rate.
+HYPERPARAMETERS = dict(lr=1e-4, weight_decay=DECAY, eps=1e-6)
 FAMILY_IDS = [family.name for family in FAMILIES]
 
 
 def streamed(module: torch.nn.Module, device: object, **changes: Any) -> megatrain.StreamedModel:
     settings = dict(
-        optimizer=megatrain.AdamW(lr=LR, weight_decay=DECAY),
+        optimizer=megatrain.AdamW(**HYPERPARAMETERS),
         max_grad_norm=CLIP,
         dtype=torch.float32,
         device=device,
@@ -44,12 +47,16 @@ def assert_gradients(model: megatrain.StreamedModel, expected: dict[str, torch.T
         assert_close(found[name], gradient, tolerance, f"gradient of {name}")
 
 
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.cpu().double() - expected.cpu().double()).abs().max() / expected.abs().max())
+
+
 @pytest.mark.parametrize("slots", [2, 3])
 @pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
 @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
 def test_step_fp32(family: Family, dropout: bool, slots: int, device: object, torch_device: str) -> None:
     module = families.build(family, dropout=dropout)
-    reference = Resident(module, device=torch_device, max_grad_norm=CLIP, seed=5, lr=LR, weight_decay=DECAY)
+    reference = Resident(module, device=torch_device, max_grad_norm=CLIP, seed=5, **HYPERPARAMETERS)
     model = streamed(module, device, slots=slots, seed=5)
     gradient_tolerance = 3e-6 if torch_device == "cpu" else 1e-4
     for step in range(10):
@@ -69,7 +76,7 @@ def test_step_fp32(family: Family, dropout: bool, slots: int, device: object, to
 @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
 def test_plain_backward_fp32(family: Family, device: object, torch_device: str) -> None:
     module = families.build(family, dropout=True)
-    reference = Resident(module, device=torch_device, max_grad_norm=CLIP, lr=LR, weight_decay=DECAY)
+    reference = Resident(module, device=torch_device, max_grad_norm=CLIP, **HYPERPARAMETERS)
     model = streamed(module, device)
     for step in range(10):
         batches = batches_of(family, step)[:2]
@@ -108,7 +115,7 @@ def test_bf16(family: Family, way: str, device: object, torch_device: str) -> No
         for name, parameter in reference.module.named_parameters():
             parameter.copy_(split[name])
     fed = {n: torch.nn.Parameter(v.clone()) for n, v in masters.items()}
-    adamw = torch.optim.AdamW(fed.values(), lr=LR, weight_decay=DECAY)
+    adamw = torch.optim.AdamW(fed.values(), **HYPERPARAMETERS)
     for step in range(10):
         batches = batches_of(family, step)[:2]
         if way == "step":
@@ -125,7 +132,17 @@ def test_bf16(family: Family, way: str, device: object, torch_device: str) -> No
         if step == 0:
             expected_loss, gradients = reference.gradients(batches)
             assert loss == pytest.approx(expected_loss, rel=1e-2)
-            assert_gradients(model, gradients, 3e-2)
+            if family.kinked:
+                # Rounding flips units of a ReLU: plain bf16 is itself far from fp32. Ours may not be farther.
+                exact = Resident(families.build(family), device=torch_device, max_grad_norm=CLIP)
+                with torch.no_grad():
+                    for name, parameter in exact.module.named_parameters():
+                        parameter.copy_(split[name])
+                _, truth = exact.gradients(batches)
+                ours = sum(distance(parameter.grad, truth[name]) for name, parameter in model.named_parameters())
+                assert ours <= sum(distance(gradients[name], value) for name, value in truth.items())
+            else:
+                assert_gradients(model, gradients, 3e-2)
         model.synchronize()
         for name, parameter in model.named_parameters():
             fed[name].grad = None if parameter.grad is None else parameter.grad.float()
@@ -143,7 +160,7 @@ def test_bf16(family: Family, way: str, device: object, torch_device: str) -> No
 def test_frozen_embedding(family: Family, way: str, device: object, torch_device: str) -> None:
     module = families.build(family)
     module.get_parameter(family.embedding).requires_grad_(False)
-    reference = Resident(module, device=torch_device, max_grad_norm=CLIP, lr=LR, weight_decay=DECAY)
+    reference = Resident(module, device=torch_device, max_grad_norm=CLIP, **HYPERPARAMETERS)
     model = streamed(module, device)
     for step in range(10):
         batches = batches_of(family, step)[:2]
@@ -167,7 +184,7 @@ def test_frozen_embedding(family: Family, way: str, device: object, torch_device
 @pytest.mark.parametrize("family", FAMILIES[:6], ids=FAMILY_IDS[:6])
 def test_tied_and_untied(family: Family, tied: bool, device: object, torch_device: str) -> None:
     module = families.build(family, tie_word_embeddings=tied)
-    reference = Resident(module, device=torch_device, max_grad_norm=CLIP, lr=LR, weight_decay=DECAY)
+    reference = Resident(module, device=torch_device, max_grad_norm=CLIP, **HYPERPARAMETERS)
     model = streamed(module, device)
     for step in range(20):
         batches = batches_of(family, step)[:1]
