@@ -14,12 +14,13 @@
 #include "device/cuda_check.h"
 #include "device/cuda_clock.h"
 #include "device/pin_budget.h"
+#include "device/pinned_pieces.h"
 
 namespace megatrain {
 namespace {
 
 // Registered at once. Pinning a tile takes tenths of a second, and other threads' CUDA calls get in
-// between the pieces. A copy may span several.
+// between the pieces.
 constexpr std::size_t kPinPieceBytes = std::size_t{512} << 20;
 
 cudaStream_t native(StreamView view) { return reinterpret_cast<cudaStream_t>(view.handle); }
@@ -127,14 +128,19 @@ class CudaBackend final : public Backend {
 
   void copy(void* destination, const void* source, std::size_t bytes, CopyKind kind,
             StreamView stream) override {
-    if (bytes == 0) return;
     make_current(device_);
     const bool up = kind == CopyKind::kHostToDevice;
-    const cudaError_t code = cudaMemcpyAsync(
-        destination, source, bytes, up ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost, native(stream));
-    if (code != cudaSuccess) {
-      throw_cuda(code, "cudaMemcpyAsync of " + std::to_string(bytes) + " bytes " +
-                           (up ? "to the device" : "to the host") + " on " + names_.of(stream));
+    auto* to = static_cast<std::byte*>(destination);
+    auto* from = static_cast<const std::byte*>(source);
+    // The driver refuses a copy that spans two registrations.
+    for (std::size_t piece; bytes > 0; bytes -= piece, to += piece, from += piece) {
+      piece = pieces_.in_one_piece(up ? from : to, bytes);
+      const cudaError_t code = cudaMemcpyAsync(
+          to, from, piece, up ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost, native(stream));
+      if (code != cudaSuccess) {
+        throw_cuda(code, "cudaMemcpyAsync of " + std::to_string(piece) + " bytes " +
+                             (up ? "to the device" : "to the host") + " on " + names_.of(stream));
+      }
     }
   }
 
@@ -151,6 +157,7 @@ class CudaBackend final : public Backend {
             cudaSuccess) {
           break;
         }
+        pieces_.add(static_cast<std::byte*>(host) + done, piece);
         done += piece;
       }
       if (done == bytes) return true;
@@ -224,8 +231,9 @@ class CudaBackend final : public Backend {
   }
 
   // In the pieces of pin().
-  static void unregister(void* host, std::size_t bytes) noexcept {
+  void unregister(void* host, std::size_t bytes) noexcept {
     for (std::size_t begin = 0; begin < bytes; begin += kPinPieceBytes) {
+      pieces_.remove(static_cast<std::byte*>(host) + begin);
       cudaHostUnregister(static_cast<std::byte*>(host) + begin);
     }
     cudaGetLastError();
@@ -235,6 +243,7 @@ class CudaBackend final : public Backend {
   const int device_;
   const int numa_node_;
   PinBudget pin_budget_;
+  PinnedPieces pieces_;
   Names names_;
   CudaClock clock_;  // after device_, whose initialisation makes the device current
 };

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -239,7 +239,8 @@ class StreamedModel:
             for run in runs:
                 run.abandon()
             self._sink.clear()
-            self._engine.expect([])
+            with suppress(RuntimeError):  # of an engine that has stopped: the error on its way says why
+                self._engine.expect([])
             raise
 
     def _parked(self, index: int, batch: Mapping[str, Any]) -> ParkedForward:
