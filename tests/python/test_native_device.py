@@ -1,6 +1,7 @@
 """The backend through the bindings: streams, events, copies, what the machine is asked."""
 
 import gc
+import itertools
 
 import numpy as np
 import pytest
@@ -25,7 +26,7 @@ def test_copies_run_in_the_order_of_their_stream() -> None:
     backend = _native.HostBackend(max_delay_us=500, seed=1)
     stream = backend.create_stream("copies")
     chain = [np.full(1000, float(i)) for i in range(6)]
-    for source, destination in zip(chain, chain[1:], strict=False):
+    for source, destination in itertools.pairwise(chain):
         backend.copy(destination.ctypes.data, source.ctypes.data, source.nbytes, True, stream.handle)
     stream.synchronize()
     for values in chain:
