@@ -111,10 +111,12 @@ def main() -> None:
         arguments.json.write_text(json.dumps(result, indent=2) + "\n")
     print(json.dumps(result["machine"]))
     print(
-        f"{arguments.model}: {memory.parameters / 1e9:.2f}B parameters, {tokens} tokens/step, steps 2-{arguments.steps}: "
-        f"{steady:.3f} s/step, {result['tokens_per_second']:.0f} tokens/s, {result['tflops']:.1f} TFLOPS "
+        f"{arguments.model}: {memory.parameters / 1e9:.2f}B parameters, {tokens} tokens/step, "
+        f"steps 2-{arguments.steps}: {steady:.3f} s/step, {result['tokens_per_second']:.0f} tokens/s, "
+        f"{result['tflops']:.1f} TFLOPS "
         f"({result['tflops_with_last_drain']:.1f} with the last step's updates drained); "
-        f"device {result['device_reserved_gib']:.1f} GiB reserved, host {memory.host_bytes_per_parameter:.2f} B/parameter"
+        f"device {result['device_reserved_gib']:.1f} GiB reserved, "
+        f"host {memory.host_bytes_per_parameter:.2f} B/parameter"
     )
 
 

@@ -8,7 +8,7 @@ __version__: str
 
 class MemoryLimitError(MemoryError): ...
 
-# -- device ---------------------------------------------------------------------------------------
+# device
 
 class Backend:
     @property
@@ -60,7 +60,7 @@ def host_memory_limit(override_bytes: int = 0, root: str = "") -> tuple[int, str
     """(bytes that may still be allocated, who says so)."""
 def require_host_memory(nbytes: int, override_bytes: int = 0, root: str = "") -> None: ...
 
-# -- tiles ----------------------------------------------------------------------------------------
+# tiles
 
 @final
 class TileFormat:
@@ -143,7 +143,7 @@ class TileStore:
     @property
     def threads(self) -> int: ...
 
-# -- stream ---------------------------------------------------------------------------------------
+# stream
 
 @final
 class ParameterUpdate:

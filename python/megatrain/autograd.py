@@ -107,7 +107,7 @@ class _PendingCall:
 
 class _StreamedCall(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, dummy: torch.Tensor, pending: _PendingCall, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.pending = pending
@@ -116,7 +116,7 @@ class _StreamedCall(torch.autograd.Function):
             return pending.forward()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedModelError(
                 f"{ctx.pending.call.block.name}: create_graph=True is not supported by streamed blocks"

@@ -60,7 +60,7 @@ class BlockCaller:
         device_type = next(iter(weights.values())).device.type if weights else "cpu"
         with torch.autocast(device_type, enabled=False):
             if self._config:
-                with torch._dynamo.config.patch(self._config):  # type: ignore[no-untyped-call]
+                with torch._dynamo.config.patch(self._config):
                     output = self._call(block.skeleton, {**weights, **buffers}, args, kwargs)
             else:
                 output = self._call(block.skeleton, {**weights, **buffers}, args, kwargs)

@@ -68,7 +68,7 @@ class GradientSink:
         """Parameters (by tile, by index) that have a gradient in their tile."""
         self._in_accumulator: set[int] = set()
 
-    # -- summing ---------------------------------------------------------------------------------------
+    # summing
 
     def add(self, unit: Unit, gradients: Iterable[tuple[TiledParameter, torch.Tensor | None]]) -> None:
         """Add gradients of the unit's parameters; None adds nothing and does not count as a gradient."""
@@ -87,7 +87,7 @@ class GradientSink:
         """There are gradients that no update has used."""
         return bool(self.stored) or bool(self._sums)
 
-    # -- to the host -------------------------------------------------------------------------------------
+    # to the host
 
     def store(self, unit: Unit) -> None:
         """Send the unit's sum down. The sum is free again for work queued after this call."""
@@ -150,7 +150,7 @@ class GradientSink:
             self._staging[index] = torch.empty(elements, dtype=dtype, device=self._device)
         return index, self._staging[index][:elements]
 
-    # -- the norm ----------------------------------------------------------------------------------------
+    # the norm
 
     def norm(self) -> float:
         """The 2-norm of all stored gradients, as rounded for the update; waits for the device."""

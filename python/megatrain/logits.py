@@ -91,7 +91,7 @@ class LazyLogits(FullOnDemand):
         self._with_grad = torch.is_grad_enabled() if with_grad is None else with_grad
         super().__init__(aliases)
 
-    # -- what is known without computing ----------------------------------------------------------
+    # what is known without computing
 
     @property
     def shape(self) -> torch.Size:
@@ -136,7 +136,7 @@ class LazyLogits(FullOnDemand):
     def __len__(self) -> int:
         return self.shape[0]
 
-    # -- what stays lazy --------------------------------------------------------------------------
+    # what stays lazy
 
     @lazy
     def view(self, *shape: Any) -> Any:

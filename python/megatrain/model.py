@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from megatrain import checkpoint, stacks
-from megatrain._native import Engine, Section, TileStore, require_host_memory
+from megatrain._native import Engine, Section, TileStore
 from megatrain.autograd import DirectCalls
 from megatrain.blocks import BlockCaller
 from megatrain.calls import BlockRunner
 from megatrain.device_weights import DeviceWeights
 from megatrain.errors import UnsupportedModelError
+from megatrain.face import ParameterFace
 from megatrain.gradients import GradientSink
 from megatrain.interop import compute_device
-from megatrain.logits import WarnOnFullLogits, lazy_head, mirror_labels
+from megatrain.limits import memory_report, require_memory
 from megatrain.loss import loss_in, shifts_labels, tokens_of, weight_of
 from megatrain.optimizer import StreamedAdamW
 from megatrain.parking import ParkedForward
@@ -29,6 +30,7 @@ from megatrain.rng import RngState, preserved, seed_for, seed_generators
 from megatrain.schedule import LayerMajor, each_unit
 from megatrain.self_check import check_model, tiny_batch
 from megatrain.settings import AdamW, Settings, chosen_isa, parse_bytes, resolve_backend
+from megatrain.surroundings import Surroundings
 from megatrain.takeover import Router, check_registry, move_buffers, take_blocks, take_outside
 from megatrain.tiles import Tiles
 from megatrain.units import plan_units
@@ -117,8 +119,6 @@ class StreamedModel:
         self.skipped_steps = 0
         """Steps that a norm that is not finite kept from updating anything."""
         self._shifted = shifts_labels(module)
-        self._head = _output_embeddings(module)
-        self._configs = _caching_configs(module)
 
         check_registry(module)
         found = stacks.named(module, blocks) if blocks is not None else stacks.candidates(module)
@@ -132,7 +132,7 @@ class StreamedModel:
         plan = plan_units(module, found, self.settings.tile_format)
         self._plan = plan
         self._unit_by_tile = {unit.tile: unit for unit in plan.units}
-        self._require_memory(backend)
+        require_memory(plan, self.settings, backend)
 
         store = TileStore(backend, threads=threads, isa=chosen_isa(isa), staging_bytes=staging_bytes)
         self._tiles = Tiles(store, plan)
@@ -141,23 +141,22 @@ class StreamedModel:
         self._weights = DeviceWeights(self._engine, plan, self.device, slots)
         self._sink = GradientSink(self._engine, self._tiles, self.device)
 
+        self._face = ParameterFace(self._tiles, self._engine, self._kept_gradient)
         self._router = Router()
         self._stacks = found
         self._blocks = take_blocks(found, plan, self._router, self.device, dtype)
         take_outside(module, plan, self._weights, self._router)
         move_buffers(module, self._blocks, self.device)
         self._hook_outside_gradients()
-        self._compiled = self.device.type == "cuda" if compile is None else compile
-        self._warn_full_logits = WarnOnFullLogits()
-        self._runner = BlockRunner(BlockCaller(self._compiled), self.device, self._is_trainable)
+        compiled = self.device.type == "cuda" if compile is None else compile
+        self._surroundings = Surroundings(module, self.device, compiled, lambda: self.steps)
+        self._runner = BlockRunner(BlockCaller(compiled), self.device, self._face.is_trainable)
         self._direct = DirectCalls(self._weights, self._runner, self._sink, self.device, self._unit_of)
         self._router.default = self._direct
 
-        self._faces = self._tiles.face(self._drain, self._kept_gradient)
-        self._face_versions = {name: face._version for name, face in self._faces.items()}
         self._gradients_known: dict[int, set[int]] = {}
         self.optimizer = StreamedAdamW(
-            optimizer or AdamW(), self._tiles, self._faces, self._apply_update, self._drain, self._sink.clear
+            optimizer or AdamW(), self._tiles, self._face.by_name, self._apply_update, self._drain, self._sink.clear
         )
         self._forward_uses = [unit.tile for unit in plan.units]
         self._backward_uses: list[int] = []
@@ -172,7 +171,7 @@ class StreamedModel:
         if example_batch is not None and not self._unloaded:
             self._check(example_batch)
 
-    # -- the step ------------------------------------------------------------------------------------------
+    # the step
 
     def step(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepReport:
         """One optimizer step: forward, backward, clip, update.
@@ -185,9 +184,9 @@ class StreamedModel:
 
         Returns before the updates have ended; the next call, and every look at the weights, sees them."""
         started = time.perf_counter()
-        batches = [batch] if not isinstance(batch, list | tuple) else list(batch)
+        batches = _micro_batches(batch)
         if self._sink.pending:
-            raise RuntimeError("a backward() is waiting for optimizer.step() or optimizer.zero_grad(); then call step()")
+            raise RuntimeError("a backward() is waiting for optimizer.step() or optimizer.zero_grad()")
         loads = [weight_of(entry, self._shifted) for entry in batches]
         active = [(entry, load) for entry, load in zip(batches, loads, strict=True) if load > 0]
         total = sum(loads)
@@ -196,7 +195,7 @@ class StreamedModel:
         if active:
             self._prepare(active[0][0])
             self._engine.begin_step(self.steps)
-            with preserved(self.device), self._own_arithmetic(), self._chunked_head(batches):
+            with preserved(self.device), self._surroundings.around(batches):
                 self._forward_and_backward(active, total, loss)
             self.optimizer.step()
         else:
@@ -244,7 +243,7 @@ class StreamedModel:
             raise
 
     def _parked(self, index: int, batch: Mapping[str, Any]) -> ParkedForward:
-        arguments = self._to_device(batch)
+        arguments = self._surroundings.to_device(batch)
         seed_generators(seed_for(self.settings.seed, self.steps, index), self.device)
         state = RngState.capture(self.device)
         return ParkedForward(
@@ -293,7 +292,7 @@ class StreamedModel:
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
             warnings.warn(f"after 3 steps these parameters have had no gradient: {shown}", stacklevel=4)
 
-    # -- plain PyTorch ---------------------------------------------------------------------------------------
+    # plain PyTorch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward. With gradients on, `loss.backward()` and `optimizer.step()` train it as
@@ -301,21 +300,21 @@ class StreamedModel:
         if torch.is_grad_enabled():
             self._prepare(kwargs if kwargs and not args else None)
         else:
-            self._take_over_edits()
+            self._face.take_over_edits()
         self._require_loaded()
-        moved = self._to_device({str(i): value for i, value in enumerate(args)} | kwargs)
+        moved = self._surroundings.to_device({str(i): value for i, value in enumerate(args)} | kwargs)
         positional = [moved.pop(str(i)) for i in range(len(args))]
         backward = self._forward_uses[::-1] if torch.is_grad_enabled() else []
         self._weights.begin_pass([*self._forward_uses, *backward])
         self._engine.begin_step(self.steps)
-        with self._own_arithmetic(caches=not torch.is_grad_enabled()), self._chunked_head([kwargs]):
+        with self._surroundings.around([kwargs], caches=not torch.is_grad_enabled()):
             output = self.module(*positional, **moved)
         self._forward_uses = list(self._weights.uses) or self._forward_uses
         return output
 
     def evaluate(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> EvaluationReport:
         """The loss in evaluation mode, weighted as in `step()`; changes nothing."""
-        batches = [batch] if not isinstance(batch, list | tuple) else list(batch)
+        batches = _micro_batches(batch)
         loads = [weight_of(entry, self._shifted) for entry in batches]
         total = sum(loads)
         losses: list[torch.Tensor] = []
@@ -323,9 +322,9 @@ class StreamedModel:
         was_training = self.module.training
         self.module.eval()
         try:
-            with torch.no_grad(), preserved(self.device), self._own_arithmetic(), self._chunked_head(batches):
+            with torch.no_grad(), preserved(self.device), self._surroundings.around(batches):
                 self._require_loaded()
-                self._take_over_edits()
+                self._face.take_over_edits()
                 runs = [self._parked(index, entry) for index, (entry, _) in enumerate(active)]
                 self._weights.begin_pass(list(self._forward_uses))
                 order = LayerMajor(self._weights, self._runner, self.device)
@@ -342,7 +341,7 @@ class StreamedModel:
         loss = float(torch.stack(losses).sum()) / total if losses else 0.0
         return EvaluationReport(loss=loss, tokens=sum(map(tokens_of, batches)), targets=total)
 
-    # -- before a forward --------------------------------------------------------------------------------------
+    # before a forward
 
     def _prepare(self, batch: Mapping[str, Any] | None) -> None:
         self._require_loaded()
@@ -351,15 +350,15 @@ class StreamedModel:
                 "fp32 weights under torch.autocast: the casts would outlive the slots; use dtype=torch.bfloat16, "
                 "or leave autocast"
             )
-        self._take_over_edits()
+        self._face.take_over_edits()
         for outside in self._weights.outside.values():
             for parameter, leaf in outside.leaves():
-                leaf.requires_grad_(self._is_trainable(parameter))
+                leaf.requires_grad_(self._face.is_trainable(parameter))
         if not self._checked and batch is not None:
             self._check(batch)
 
     def _check(self, batch: Mapping[str, Any]) -> None:
-        with self._own_arithmetic():
+        with self._surroundings.own_arithmetic():
             self._checked = check_model(self, batch)
 
     def _require_loaded(self) -> None:
@@ -370,74 +369,20 @@ class StreamedModel:
                 "device; call load_state_dict, or use from_pretrained"
             )
 
-    def _take_over_edits(self) -> None:
-        """In-place edits of the face since the last look become the master."""
-        for parameter in self._plan.parameters:
-            face = self._faces[parameter.name]
-            if face._version != self._face_versions[parameter.name]:
-                self._tiles.forget_low_half(parameter)
-                self._engine.mark_edited(parameter.tile)
-                self._face_versions[parameter.name] = face._version
+    # parameters
+
+    def named_parameters(self) -> Iterator[tuple[str, TileParameter]]:
+        """(name, parameter), tied ones once. Host views of the weights; see `TileParameter`."""
+        yield from self._face.by_name.items()
+
+    def parameters(self) -> Iterator[TileParameter]:
+        yield from self._face.by_name.values()
 
     @contextmanager
     def edit_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
         """The exact fp32 values by name, to be changed in place; written back at the end of the `with`."""
-        self._drain()
-        values = {parameter.name: self._tiles.master(parameter) for parameter in self._plan.parameters}
-        yield values
-        for parameter in self._plan.parameters:
-            self._tiles.write(parameter, values[parameter.name])
-        for unit in self._plan.units:
-            self._engine.mark_edited(unit.tile)
-
-    @contextmanager
-    def _own_arithmetic(self, caches: bool = False) -> Iterator[None]:
-        """No autocast (bf16 weights need none, and its casts would outlive a slot) and no caches, unless
-        `caches` leaves them to the module's configuration."""
-        used = [(config, config.use_cache) for config in self._configs if config.use_cache and not caches]
-        with ExitStack() as stack:
-            stack.enter_context(torch.autocast(self.device.type, enabled=False))
-            try:
-                for config, _ in used:
-                    config.use_cache = False
-                yield
-            finally:
-                for config, value in used:
-                    config.use_cache = value
-
-    @contextmanager
-    def _chunked_head(self, batches: Sequence[Mapping[str, Any]]) -> Iterator[None]:
-        """Where there are labels, the head and the loss go by chunks and never hold all logits."""
-        if self._head is None or not any("labels" in entry for entry in batches):
-            yield
-            return
-        with lazy_head(
-            self._head, self._warn_full_logits, compile=self._compiled, weights_version=lambda: self.steps
-        ):
-            yield
-
-    def _to_device(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        moved = {}
-        for key, value in batch.items():
-            if key == "weight":
-                continue
-            if isinstance(value, torch.Tensor):
-                on_device = value.to(self.device, non_blocking=True)
-                if key == "labels" and value.device.type == "cpu" and not value.is_floating_point():
-                    on_device = mirror_labels(on_device, value)
-                moved[key] = on_device
-            else:
-                moved[key] = value
-        return moved
-
-    # -- parameters ----------------------------------------------------------------------------------------------
-
-    def named_parameters(self) -> Iterator[tuple[str, TileParameter]]:
-        """(name, parameter), tied ones once. Host views of the weights; see `TileParameter`."""
-        yield from self._faces.items()
-
-    def parameters(self) -> Iterator[TileParameter]:
-        yield from self._faces.values()
+        with self._face.edit() as values:
+            yield values
 
     def train(self, mode: bool = True) -> StreamedModel:
         self.module.train(mode)
@@ -449,12 +394,6 @@ class StreamedModel:
     @property
     def training(self) -> bool:
         return self.module.training
-
-    def _is_trainable(self, parameter: TiledParameter) -> bool:
-        face = self._faces[parameter.name]
-        if face.requires_grad and not parameter.trainable:
-            raise ValueError(f"{parameter.name} was frozen when the model was made and has no room for a gradient")
-        return face.requires_grad
 
     def _unit_of(self, parameter: TiledParameter) -> Unit:
         return self._unit_by_tile[parameter.tile]
@@ -495,9 +434,9 @@ class StreamedModel:
                     self._sink.add(unit, [(parameter, leaf.grad)])
                     leaf.grad = None
 
-                leaf.register_post_accumulate_grad_hook(take)
+                leaf.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
 
-    # -- state -----------------------------------------------------------------------------------------------------
+    # state
 
     def state_dict(self, *, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Every parameter and persistent buffer by the module's names. Trainable parameters as exact fp32
@@ -540,71 +479,20 @@ class StreamedModel:
         """Stop the worker threads. The model cannot be used afterwards."""
         self._engine.close()
 
-    # -- looking inside --------------------------------------------------------------------------------------------
+    # looking inside
 
     def memory_report(self) -> MemoryReport:
-        store = self._tiles.store
-        count = sum(parameter.numel for parameter in self._plan.parameters)
-        unpinned = store.nbytes - store.pinned_bytes
-        notes = []
-        if unpinned:
-            notes.append(
-                f"{unpinned / (1 << 30):.2f} GiB could not be pinned; their copies go through a staging ring of "
-                f"{self.settings.staging_bytes / (1 << 20):.0f} MiB"
-            )
-        return MemoryReport(
-            parameters=count,
-            host_tiles=store.nbytes,
-            host_pinned=store.pinned_bytes,
-            host_bytes_per_parameter=store.nbytes / max(count, 1),
-            device_weights=self._weights.nbytes,
-            largest_tile=max(unit.layout.nbytes for unit in self._plan.units),
-            notes=tuple(notes),
-        )
+        """What megatrain itself holds, on the host and on the device."""
+        return memory_report(self._plan, self._tiles.store, self._weights.nbytes, self.settings.staging_bytes)
 
     def export_trace(self, path: str | os.PathLike[str]) -> None:
         """Copies, compute, updates and waits so far as a Chrome/Perfetto trace (JSON)."""
         write_chrome_trace(self._engine.trace(), [unit.name for unit in self._plan.units], path)
 
-    def _require_memory(self, backend: HostBackend | CudaBackend) -> None:
-        """Hold the plan against the limits before anything is allocated."""
-        settings = self.settings
-        require_host_memory(self._plan.nbytes + settings.staging_bytes, settings.host_memory or 0)
-        if self.device.type != "cuda":
-            return
-        weights = {unit: unit.layout.section(Section.weights)[1] for unit in self._plan.units}
-        ring = settings.slots * max(nbytes for unit, nbytes in weights.items() if unit.is_block)
-        outside = sum(nbytes for unit, nbytes in weights.items() if not unit.is_block)
-        free, _ = backend.device_memory()
-        limit = min(free, settings.device_memory or free)
-        if ring + outside > limit:
-            gib = 1 << 30
-            raise MemoryError(
-                f"the weights on the device need {(ring + outside) / gib:.2f} GiB ({settings.slots} slots and what is "
-                f"outside the stacks), but {limit / gib:.2f} GiB may be used; use fewer slots or smaller blocks"
-            )
-
-
-def _output_embeddings(module: nn.Module) -> nn.Module | None:
-    get = getattr(module, "get_output_embeddings", None)
-    try:
-        head = get() if get is not None else None
-    except (AttributeError, NotImplementedError):
-        return None
-    plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
-    return head if plain else None
-
-
-def _caching_configs(module: nn.Module) -> list[Any]:
-    """Every configuration in the module that decides about caches: encoders and decoders have their own."""
-    found: dict[int, Any] = {}
-    for owner in module.modules():
-        config = getattr(owner, "config", None)
-        for candidate in (config, getattr(config, "text_config", None)):
-            if hasattr(candidate, "use_cache"):
-                found[id(candidate)] = candidate
-    return list(found.values())
-
 
 def _on_meta(module: nn.Module) -> bool:
     return any(parameter.device.type == "meta" for parameter in module.parameters())
+
+
+def _micro_batches(batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return list(batch) if isinstance(batch, list | tuple) else [batch]  # type: ignore[list-item]

@@ -48,7 +48,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         names = self._tiles.plan.names
         groups = []
         for group in config.params:
-            members = []
+            members: list[TileParameter] = []
             for entry in group["params"]:
                 if isinstance(entry, str):
                     if entry not in names:
@@ -72,7 +72,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             )
         return groups
 
-    # -- updates -------------------------------------------------------------------------------------------
+    # updates
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Clip by the model's `max_grad_norm` and queue the update of every parameter that has a
@@ -119,7 +119,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             )
         return found
 
-    # -- state ---------------------------------------------------------------------------------------------
+    # state
 
     def state_dict(self) -> dict[str, Any]:
         """torch's layout; the moments are views of the tiles, as torch's are of its own tensors."""
@@ -150,17 +150,18 @@ class StreamedAdamW(torch.optim.Optimizer):
                     )
         # Views first: a state that came from this optimizer must be read before it is overwritten.
         fresh = [None if e is None else (float(e["step"]), e["exp_avg"], e["exp_avg_sq"]) for _, e in targets]
-        for (face, _), entry in zip(targets, fresh, strict=True):
+        for (face, _), values in zip(targets, fresh, strict=True):
             parameter = self._tiled[id(face)]
             first, second = (self._tiles.view(parameter, s) for s in (Section.exp_avg, Section.exp_avg_sq))
-            if entry is None:
+            if values is None:
                 first.zero_()
                 second.zero_()
                 self.state.pop(face, None)
                 continue
-            first.copy_(entry[1])
-            second.copy_(entry[2])
-            self.state[face] = {"step": torch.tensor(entry[0]), "exp_avg": first, "exp_avg_sq": second}
+            steps, exp_avg, exp_avg_sq = values
+            first.copy_(exp_avg)
+            second.copy_(exp_avg_sq)
+            self.state[face] = {"step": torch.tensor(steps), "exp_avg": first, "exp_avg_sq": second}
         for theirs, ours in zip(saved, self.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
 

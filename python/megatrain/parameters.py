@@ -44,7 +44,7 @@ class TileParameter(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """The gradient of the last backward, in the tile: only where the model keeps gradients."""
         return self._gradient()
 
@@ -58,7 +58,7 @@ class TileParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             self._drain()
             plain = nn.Parameter(self.detach().clone(), self.requires_grad)
-        return plain.__reduce_ex__(protocol)
+        return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         self._drain()
@@ -68,17 +68,20 @@ class TileParameter(nn.Parameter):
         return copy
 
 
+# torch's stubs give the attributes' values; on the class they are descriptors.
+_Tensor: Any = torch.Tensor
+
 # Looking at these does not read the weights.
 _METADATA = {
-    torch.Tensor.requires_grad.__get__,
-    torch.Tensor.shape.__get__,
-    torch.Tensor.dtype.__get__,
-    torch.Tensor.device.__get__,
-    torch.Tensor.is_leaf.__get__,
-    torch.Tensor._version.__get__,
-    torch.Tensor.ndim.__get__,
-    torch.Tensor.numel,
-    torch.Tensor.size,
-    torch.Tensor.dim,
-    torch.Tensor.requires_grad_,
+    _Tensor.requires_grad.__get__,
+    _Tensor.shape.__get__,
+    _Tensor.dtype.__get__,
+    _Tensor.device.__get__,
+    _Tensor.is_leaf.__get__,
+    _Tensor._version.__get__,
+    _Tensor.ndim.__get__,
+    _Tensor.numel,
+    _Tensor.size,
+    _Tensor.dim,
+    _Tensor.requires_grad_,
 }

@@ -116,7 +116,7 @@ class ParkedForward:
             self.done = True
         except ForwardAbandoned:
             pass
-        except BaseException as error:  # noqa: BLE001 - carried to the scheduler's thread
+        except BaseException as error:  # carried to the scheduler's thread
             self._error = error
         finally:
             self._rng = RngState.capture(self._device)

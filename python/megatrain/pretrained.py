@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LARGE_ELEMENTS = 1 << 12
 
 
-class large_on_meta(TorchFunctionMode):  # noqa: N801 - used as a context manager
+class large_on_meta(TorchFunctionMode):
     """Tensors that modules allocate for their weights go to the meta device; buffers, which are computed
     (rotary tables, position ids), stay real."""
 
@@ -65,7 +65,7 @@ def stream_pretrained(cls: type[StreamedModel], path: str | os.PathLike[str], **
 
     for file in files:
         with safe_open(file, framework="pt") as shard:
-            for key in shard.keys():  # noqa: SIM118 - not a mapping
+            for key in shard.keys():
                 name = own_name(key)
                 assert name is not None
                 model.load_state_dict({name: shard.get_tensor(key)}, strict=False)
@@ -106,7 +106,7 @@ def _tensors(files: list[Path]) -> Iterator[tuple[Path, str]]:
 
     for file in files:
         with safe_open(file, framework="pt") as shard:
-            for key in shard.keys():  # noqa: SIM118 - not a mapping
+            for key in shard.keys():
                 yield file, key
 
 
@@ -116,7 +116,7 @@ def _empty_module(directory: Path) -> nn.Module:
 
     config = transformers.AutoConfig.from_pretrained(directory)
     architecture = (getattr(config, "architectures", None) or [None])[0]
-    model_class = getattr(transformers, architecture, None) if architecture else None
+    model_class: Any = getattr(transformers, architecture, None) if architecture else None
     if model_class is None:
         model_class = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
     if model_class is None:

@@ -43,7 +43,7 @@ class RngState:
 
 def seed_generators(seed: int, device: torch.device) -> None:
     """Seed the default generators of the host and of the compute device."""
-    torch.random.default_generator.manual_seed(seed)
+    torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)

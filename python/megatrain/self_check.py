@@ -120,13 +120,13 @@ def _compare(model: StreamedModel, tiny: Mapping[str, Any]) -> None:
         needed |= {p for unit in model._plan.units if not unit.is_block for p in unit.parameters}
         values = {
             p: model._tiles.view(p, Section.weights).to(device, torch.float32, copy=True).requires_grad_(
-                model._is_trainable(p)
+                model._face.is_trainable(p)
             )
             for p in needed
         }
         copies = _Copies(values)
         caller = BlockCaller(compiled=False)
-        runner = BlockRunner(caller, device, model._is_trainable)
+        runner = BlockRunner(caller, device, model._face.is_trainable)
 
         def resident(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             with copies.on_device(block) as weights:

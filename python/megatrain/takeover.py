@@ -79,7 +79,8 @@ def take_blocks(
                         torch.empty(parameter.shape, dtype=dtype, device="meta"), parameter.requires_grad
                     )
             if hasattr(owner, "gradient_checkpointing"):
-                owner.gradient_checkpointing = False  # blocks are recomputed by the schedule
+                # Blocks are recomputed by the schedule.
+                owner.gradient_checkpointing = False  # type: ignore[assignment]
     return blocks
 
 

@@ -8,11 +8,8 @@ import torch
 
 from megatrain._native import Section, TileFormat
 from megatrain.interop import section_tensor
-from megatrain.parameters import TileParameter
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from megatrain._native import TileStore
     from megatrain.units import TiledParameter, UnitPlan
 
@@ -64,19 +61,6 @@ class Tiles:
         """The weights were edited in place: they are the master now."""
         if parameter.trainable and self.store.layout(parameter.tile).format.value == TileFormat.bf16_split.value:
             self.view(parameter, Section.master_low).zero_()
-
-    def face(self, drain: Callable[[], None], gradient: Callable[[TiledParameter], torch.Tensor | None]) -> (
-        dict[str, TileParameter]
-    ):
-        """The parameter objects that users see, by first name, of stable identity."""
-        faces = {}
-        for tiled in self.plan.parameters:
-
-            def gradient_of(tiled: TiledParameter = tiled) -> torch.Tensor | None:
-                return gradient(tiled)
-
-            faces[tiled.name] = TileParameter.make(self.view(tiled, Section.weights), tiled, drain, gradient_of)
-        return faces
 
 
 def _host_floats(values: torch.Tensor) -> object:

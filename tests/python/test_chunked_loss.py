@@ -6,6 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn import functional as F
+
 from megatrain import chunked_loss
 from megatrain.chunked_loss import (
     Cast,
@@ -16,8 +19,6 @@ from megatrain.chunked_loss import (
     chunked_cross_entropy,
     default_chunk_rows,
 )
-from torch import Tensor
-from torch.nn import functional as F
 
 SOFT_CAP = (Divide(3.0), Tanh(), Scale(3.0))
 TOLERANCES = {torch.float32: (1e-6, 3e-6), torch.bfloat16: (1e-2, 3e-2), torch.float64: (1e-13, 1e-13)}

@@ -10,12 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import megatrain
 import pytest
 import torch
+
+import megatrain
 from megatrain.cli import main
 
 pytest.importorskip("pydantic")
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
 from megatrain.train.config_file import check
 from megatrain.train.data import Rows, in_order
 from megatrain.train.loop import run_steps
@@ -23,7 +26,6 @@ from megatrain.train.model import stream
 from megatrain.train.run import prepare
 from megatrain.train.text import read_documents, split
 from megatrain.train.tokenizer import load_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer
 
 CONFIG = """
 model: {type: qwen3, hidden_size: 32, num_hidden_layers: 2, intermediate_size: 48, num_attention_heads: 2,

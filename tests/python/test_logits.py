@@ -11,6 +11,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
+from transformers.modeling_outputs import CausalLMOutput
+
 from megatrain import logits as lazy
 from megatrain.errors import StaleGraphError
 from megatrain.logits import (
@@ -23,10 +28,6 @@ from megatrain.logits import (
     mirror_labels,
     strip_mirror,
 )
-from torch import Tensor, nn
-from torch.nn import functional as F
-from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
-from transformers.modeling_outputs import CausalLMOutput
 
 VOCABULARY = 61
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -42,7 +43,7 @@ def assert_near(actual: Tensor, expected: Tensor, relative: float, floor: float 
     torch.testing.assert_close(actual, expected, rtol=0, atol=max(bound, floor))
 
 
-# -- whole models -------------------------------------------------------------------------------------
+# whole models
 
 
 def decoder(name: str, **changes: Any) -> nn.Module:
@@ -279,7 +280,7 @@ def test_autocast_casts_as_a_linear_layer_does() -> None:
         assert_near(mine, theirs, 3e-2)
 
 
-# -- the logits by themselves ---------------------------------------------------------------------------
+# the logits by themselves
 
 
 class Pair:
@@ -598,7 +599,7 @@ def test_masked_language_model_loss() -> None:
     assert pair.full == []
 
 
-# -- labels known on the host ---------------------------------------------------------------------------
+# labels known on the host
 
 
 def labels_of(rows: int = 3, columns: int = 7) -> Tensor:

@@ -121,8 +121,8 @@ class Training:
         return [*self.seen, *state]
 
 
-def adversarial(**options: object) -> HostBackend:
-    return HostBackend(max_delay_us=200, seed=9, poison=True, **options)
+def adversarial(seed: int = 9, **options: object) -> HostBackend:
+    return HostBackend(max_delay_us=200, seed=seed, poison=True, **options)
 
 
 def differences(result: list[np.ndarray], reference: list[np.ndarray]) -> int:
@@ -130,6 +130,25 @@ def differences(result: list[np.ndarray], reference: list[np.ndarray]) -> int:
     assert len(result) == len(reference)
     pairs = zip(result, reference, strict=True)
     return sum(not np.array_equal(a.view(np.uint8), b.view(np.uint8)) for a, b in pairs)
+
+
+def small_engine(
+    tiles: int = 3,
+    slots: int = 2,
+    *,
+    backend: HostBackend | None = None,
+    without_wait: str = "",
+    **options: object,
+) -> tuple[Engine, TileStore, list[np.ndarray]]:
+    store = TileStore(backend or HostBackend(**options), threads=1)
+    for tile in range(tiles):
+        store.add(TileLayout(TileFormat.fp32, [(64, True)]))
+        assert store.set_master(tile, 0, np.full(64, tile + 1.0, np.float32))
+    engine = Engine(store, without_wait=without_wait)
+    memory = [np.zeros(64, np.float32) for _ in range(slots)]
+    for slot in memory:
+        engine.add_slot(slot.ctypes.data, slot.nbytes)
+    return engine, store, memory
 
 
 @pytest.fixture(scope="module", params=["fp32", "bf16_split"])
@@ -164,7 +183,6 @@ def test_training_equals_one_thing_at_a_time(
         "slot_free",
         "slot_arrived",
         "gate_update",
-        "gate_fetch",
         "gradient_ready",
         "gradient_landed",
         "staging_free",
@@ -172,31 +190,43 @@ def test_training_equals_one_thing_at_a_time(
 )
 def test_training_goes_wrong_without(wait: str) -> None:
     expected = Training(HostBackend(), slots=1, one_at_a_time=True).run()
-    try:
-        result = Training(adversarial(), slots=3, without_wait=wait).run()
-    except RuntimeError as error:
-        assert "infinite or NaN" in str(error)  # poison that went through an update
-    else:
-        assert differences(result, expected) > 0
+    # One run is enough nearly always; a busy machine may delay just what the wait would have.
+    for seed in range(5):
+        try:
+            result = Training(adversarial(seed=seed), slots=3, without_wait=wait).run()
+        except RuntimeError as error:
+            assert "infinite or NaN" in str(error)  # poison that went through an update
+            return
+        if differences(result, expected) > 0:
+            return
+    pytest.fail(f"five runs without {wait} were right")
+
+
+@pytest.mark.parametrize("wait, seen", [("", 2.0), ("gate_fetch", 1.0)])
+def test_an_update_waits_for_a_copy_that_still_reads(wait: str, seen: float) -> None:
+    """In training a tile's gradient comes from its weights, so that a copy up has ended long before the
+    tile's update. Here the copy is held back, behind the last reader of the only slot, and the update
+    (which halves the weights) needs no gradient."""
+    backend = HostBackend(max_delay_us=1000, seed=5)
+    engine, _, (slot,) = small_engine(2, 1, backend=backend, without_wait=wait)
+    compute = backend.create_stream("compute")
+    out = np.zeros(64, np.float32)
+    held = engine.acquire(0, compute.handle)
+    for _ in range(100):  # 50 ms
+        backend.copy(out.ctypes.data, slot.ctypes.data, out.nbytes, False, compute.handle)
+    engine.release(held, compute.handle)
+    engine.acquire(1, compute.handle)
+    halving = ParameterUpdate(0, lr=1.0, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.5, step=1)
+    engine.update(1, [halving], 1.0, 0)
+    backend.copy(out.ctypes.data, slot.ctypes.data, out.nbytes, False, compute.handle)
+    compute.synchronize()
+    np.testing.assert_array_equal(out, np.full(64, seen, np.float32))
+    engine.close()
 
 
 def test_unknown_wait_is_refused() -> None:
     with pytest.raises(ValueError, match="slot_free, slot_arrived, gate_update"):
         Engine(TileStore(HostBackend(), threads=1), without_wait="everything")
-
-
-def small_engine(
-    tiles: int = 3, slots: int = 2, **backend: object
-) -> tuple[Engine, TileStore, list[np.ndarray]]:
-    store = TileStore(HostBackend(**backend), threads=1)
-    for tile in range(tiles):
-        store.add(TileLayout(TileFormat.fp32, [(64, True)]))
-        assert store.set_master(tile, 0, np.full(64, tile + 1.0, np.float32))
-    engine = Engine(store)
-    memory = [np.zeros(64, np.float32) for _ in range(slots)]
-    for slot in memory:
-        engine.add_slot(slot.ctypes.data, slot.nbytes)
-    return engine, store, memory
 
 
 def test_update_equals_adamw() -> None:

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("pydantic")
+from tokenizers.processors import TemplateProcessing
+
 from megatrain.train.config import TokenizerSettings
 from megatrain.train.errors import UserError
 from megatrain.train.text import Document
 from megatrain.train.tokenizer import BOUNDARY, TextTokenizer, load_tokenizer, train_tokenizer
-from tokenizers.processors import TemplateProcessing
 
 CORPUS = [Document(str(i), f"def function_{i}(value):\n    return value + {i}\n" * 20) for i in range(10)]
 ODD = "\t naïve 🙂\r\n\x00\n  '''\u2028 ﬁ ̈" + BOUNDARY + "  x = 1  \n"

@@ -1,0 +1,91 @@
+"""What surrounds every forward: inputs on the device, no autocast, no caches, head and loss in chunks."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from megatrain.logits import WarnOnFullLogits, lazy_head, mirror_labels
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+
+class Surroundings:
+    """Of one module. `weights_version` changes when logits taken before can no longer be differentiated."""
+
+    def __init__(
+        self, module: nn.Module, device: torch.device, compiled: bool, weights_version: Callable[[], int]
+    ) -> None:
+        self._device = device
+        self._compiled = compiled
+        self._weights_version = weights_version
+        self._head = _output_embeddings(module)
+        self._configs = _caching_configs(module)
+        self._warn_full_logits = WarnOnFullLogits()
+
+    @contextmanager
+    def around(self, batches: Sequence[Mapping[str, Any]], *, caches: bool = False) -> Iterator[None]:
+        """For the forwards of these batches. `caches` leaves caching to the module's configuration."""
+        with self.own_arithmetic(caches=caches):
+            # Without labels somebody wants the logits themselves.
+            if self._head is None or not any("labels" in batch for batch in batches):
+                yield
+                return
+            with lazy_head(
+                self._head, self._warn_full_logits, compile=self._compiled, weights_version=self._weights_version
+            ):
+                yield
+
+    @contextmanager
+    def own_arithmetic(self, *, caches: bool = False) -> Iterator[None]:
+        """No autocast: bf16 weights need none, and its casts would outlive a slot."""
+        used = [(config, config.use_cache) for config in self._configs if config.use_cache and not caches]
+        with torch.autocast(self._device.type, enabled=False):
+            try:
+                for config, _ in used:
+                    config.use_cache = False
+                yield
+            finally:
+                for config, value in used:
+                    config.use_cache = value
+
+    def to_device(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """The batch's tensors on the device, without its weight. Labels that come from the host stay known
+        there, so that ignored ones can be dropped without waiting for the device."""
+        moved = {}
+        for key, value in batch.items():
+            if key == "weight":
+                continue
+            if isinstance(value, torch.Tensor):
+                on_device = value.to(self._device, non_blocking=True)
+                if key == "labels" and value.device.type == "cpu" and not value.is_floating_point():
+                    on_device = mirror_labels(on_device, value)
+                moved[key] = on_device
+            else:
+                moved[key] = value
+        return moved
+
+
+def _output_embeddings(module: nn.Module) -> nn.Module | None:
+    get = getattr(module, "get_output_embeddings", None)
+    try:
+        head = get() if get is not None else None
+    except (AttributeError, NotImplementedError):
+        return None
+    plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
+    return head if plain else None
+
+
+def _caching_configs(module: nn.Module) -> list[Any]:
+    """Every configuration in the module that decides about caches: encoders and decoders have their own."""
+    found: dict[int, Any] = {}
+    for owner in module.modules():
+        config = getattr(owner, "config", None)
+        for candidate in (config, getattr(config, "text_config", None)):
+            if hasattr(candidate, "use_cache"):
+                found[id(candidate)] = candidate
+    return list(found.values())
