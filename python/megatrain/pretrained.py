@@ -25,7 +25,7 @@ class large_on_meta(TorchFunctionMode):
     """Tensors that modules allocate for their weights go to the meta device; buffers, which are computed
     (rotary tables, position ids), stay real."""
 
-    FACTORIES = (torch.empty, torch.randn, torch.rand, torch.zeros, torch.ones)
+    FACTORIES = (torch.empty, torch.randn, torch.rand)  # zeros and ones also make buffers
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -55,10 +55,9 @@ def stream_pretrained(cls: type[StreamedModel], path: str | os.PathLike[str], **
     reached = {own_name(key) for key in keys} - {None}
     tied = _tied_groups(module)
     complete = all(name in reached or (tied.get(name, set()) & reached) for name in names)
-    if not complete or any(own_name(key) is None for key in keys):
-        # Names that the library converts while loading (fused experts, renamed prefixes): its own loader
-        # brings them, and the tiles take the weights over tensor by tensor.
-        return cls(type(module).from_pretrained(directory, dtype="auto"), **kwargs)  # type: ignore[attr-defined]
+    computed = all(buffer.device.type != "meta" for buffer in module.buffers())
+    if not complete or not computed or any(own_name(key) is None for key in keys):
+        return cls(_converted_by_transformers(directory, type(module)), **kwargs)
     example = kwargs.pop("example_batch", None)
     model = cls(module, **kwargs)
     from safetensors import safe_open
@@ -72,6 +71,20 @@ def stream_pretrained(cls: type[StreamedModel], path: str | os.PathLike[str], **
     if example is not None:
         model._check(example)
     return model
+
+
+def _converted_by_transformers(directory: Path, model_class: Any) -> nn.Module:
+    """For checkpoints whose names the library converts while loading (fused experts, renamed prefixes): its
+    own loader brings them, and the tiles take the weights over tensor by tensor. Tensors that the checkpoint
+    lacks would be random: they are refused."""
+    module, info = model_class.from_pretrained(directory, dtype="auto", output_loading_info=True)
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ValueError(
+            f"{directory} lacks {len(missing)} tensors that its architecture needs, the first {missing[0]}"
+        )
+    loaded: nn.Module = module
+    return loaded.train()
 
 
 def _directory(path: str | os.PathLike[str]) -> Path:

@@ -177,6 +177,34 @@ TEST(UpdateQueue, DoesNotDeadlockWithDrainsBehindAnUpdate) {
   EXPECT_EQ(updated_tiles(*small.engine), (std::vector<int>{0, 2, 1}));
 }
 
+// In training a tile's gradient comes from its weights, so that a copy up has ended long before the
+// tile's update. Here the copy is held back, behind the last reader of the only slot, and the update
+// needs no gradient.
+TEST(UpdateQueue, WaitsForACopyThatStillReadsTheWeights) {
+  for (const std::string without : {"", "gate_fetch"}) {
+#if defined(__SANITIZE_THREAD__)
+    if (!without.empty()) continue;  // races on purpose
+#endif
+    const std::shared_ptr<Backend> backend = make_host_backend({.max_delay_us = 1000, .seed = 5});
+    SmallEngine small(backend, 2, 1, {.without_wait = without});
+    std::vector<float> out(kElements);
+    const Stream compute = backend->create_stream("compute");
+    const auto read_slot = [&] {
+      backend->copy(out.data(), small.memory[0].data(), kElements * sizeof(float), CopyKind::kDeviceToHost,
+                    compute);
+    };
+    const int held = small.engine->acquire(0, compute);
+    for (int i = 0; i < 100; ++i) read_slot();  // 50 ms
+    small.engine->release(held, compute);
+    small.engine->acquire(1, compute);
+    small.halve(1);
+    read_slot();
+    backend->synchronize(compute);
+    EXPECT_EQ(out, std::vector<float>(kElements, without.empty() ? 2.0f : 1.0f)) << without;
+    small.engine->close();
+  }
+}
+
 TEST(UpdateQueue, IgnoresAnEmptyList) {
   SmallEngine small(plain(), 1, 1);
   small.engine->update(0, {}, 1.0f, 0);

@@ -84,10 +84,16 @@ TEST_P(RingWithout, TheWaitGoesWrong) {
   const TrainingOptions options{.slots = 3, .update_in_backward = true, .update_in_forward = true};
   TrainingOptions without = options;
   without.without_wait = GetParam();
-  const std::shared_ptr<Backend> backend =
-      make_host_backend({.max_delay_us = 200, .seed = 5, .poison = true});
-  EXPECT_NE(train(backend, without), train_synchronously(options));
-  expect_equal(train(backend, options), train_synchronously(options));
+  const TrainingResult reference = train_synchronously(options);
+  // One run is enough nearly always; a busy machine may delay just what the wait would have.
+  bool wrong = false;
+  for (std::uint64_t seed = 0; seed < 5 && !wrong; ++seed) {
+    wrong =
+        train(make_host_backend({.max_delay_us = 200, .seed = seed, .poison = true}), without) != reference;
+  }
+  EXPECT_TRUE(wrong);
+  expect_equal(train(make_host_backend({.max_delay_us = 200, .seed = 0, .poison = true}), options),
+               reference);
 }
 
 INSTANTIATE_TEST_SUITE_P(Waits, RingWithout,

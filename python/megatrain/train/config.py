@@ -154,6 +154,9 @@ class TrainSettings(Settings):
     device: str = Field(
         default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda, cuda:1."
     )
+    compile: bool | Literal["auto"] = Field(
+        default="auto", description="torch.compile the blocks: true, false, or auto, which does on a GPU."
+    )
     slots: int = Field(
         default=2, ge=2, description="Device buffers, each of the largest layer, that weights stream through."
     )

@@ -110,6 +110,7 @@ def stream(source: ModelSource, settings: TrainSettings) -> megatrain.StreamedMo
         max_grad_norm=settings.optimizer.max_grad_norm,
         dtype=resolve_dtype(settings),
         device=settings.device,
+        compile=None if settings.compile == "auto" else settings.compile,
         slots=settings.slots,
         seed=settings.seed,
     )
