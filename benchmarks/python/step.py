@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--host-memory")
     parser.add_argument("--max-grad-norm", type=float, default=1.0)
+    parser.add_argument("--commit", default="", help="of the source, where git cannot say")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trace", type=Path)
     arguments = parser.parse_args()
@@ -103,7 +104,7 @@ def main() -> None:
         device_reserved_gib=(torch.cuda.max_memory_reserved() if on_cuda else 0) / (1 << 30),
         device_reserved_gib_first_step=setup_peak / (1 << 30),
         steps=rows,
-        machine=machine(model),
+        machine=machine(model, arguments.commit),
     )
     if arguments.trace:
         model.export_trace(arguments.trace)
@@ -120,7 +121,7 @@ def main() -> None:
     )
 
 
-def machine(model: megatrain.StreamedModel) -> dict[str, object]:
+def machine(model: megatrain.StreamedModel, commit: str) -> dict[str, object]:
     """Hardware, driver, versions and commit."""
     found: dict[str, object] = dict(
         cpu=megatrain._native.cpu_model(),
@@ -139,8 +140,8 @@ def machine(model: megatrain.StreamedModel) -> dict[str, object]:
         found["gpu"] = torch.cuda.get_device_name(model.device)
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         found["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.strip().splitlines()[0]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    found["commit"] = commit or "unknown"
+    described = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    found["commit"] = commit or described.stdout.strip() or "unknown"
     return found
 
 

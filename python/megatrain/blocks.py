@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +14,7 @@ from torch.utils import _pytree as pytree
 from megatrain.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from megatrain.units import TiledParameter, Unit
 
@@ -76,32 +78,63 @@ class BlockCaller:
         return output
 
 
-def _containers(args: Any, kwargs: Any) -> tuple[list[int], pytree.TreeSpec]:
+def _containers(args: Any, kwargs: Any) -> list[tuple[list[int], pytree.TreeSpec]]:
+    """Changes when an entry of a container in the arguments is replaced."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    return [id(leaf) for leaf in leaves], spec
-
-
-def refuse_caches(block: Block, leaves: list[Any]) -> None:
-    """A cache that a block updates would be updated again by its recompute."""
+    seen = [([id(leaf) for leaf in leaves], spec)]
     for leaf in leaves:
+        if isinstance(leaf, Mapping):  # of a type that pytree does not look into
+            seen += _containers(dict(leaf), None)
+    return seen
+
+
+def refuse_opaque(block: Block, leaves: list[Any]) -> None:
+    """A cache that a block updates would be updated again by its recompute; a gradient of what an object
+    holds where pytree does not look would be lost."""
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            continue
         if hasattr(leaf, "update") and hasattr(leaf, "get_seq_length"):
             raise UnsupportedModelError(
                 f"{block.name} was given a {type(leaf).__name__} with gradients on; call the model with use_cache=False"
+            )
+        held = dict(leaf) if isinstance(leaf, Mapping) else getattr(leaf, "__dict__", {})
+        if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in pytree.tree_leaves(held)):
+            raise UnsupportedModelError(
+                f"{block.name} was given a {type(leaf).__name__} that holds tensors with gradients; pass them as "
+                "tensors, lists, tuples or dicts"
             )
 
 
 class BlockProxy(nn.Module):
     """Stands where the block stood: calls go to the router, everything else to the block. Its device
-    and dtype are those of the computation."""
+    and dtype are those of the computation. It passes for an instance of the block's class, by which hooks
+    on blocks are placed (hidden states), and has the block's own hooks: outside of the block they see
+    tensors with gradients, and see them once."""
+
+    HOOKS = (
+        "_forward_hooks",
+        "_forward_hooks_with_kwargs",
+        "_forward_hooks_always_called",
+        "_forward_pre_hooks",
+        "_forward_pre_hooks_with_kwargs",
+    )
 
     def __init__(self, block: Block, router: Any, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # super() would need the name __class__
         # In __dict__, not registered: the module must not list parameters that live elsewhere.
         self.__dict__["_block"] = block
         self.__dict__["_router"] = router
         self.__dict__["device"] = device
         self.__dict__["dtype"] = dtype
         self.__dict__["training"] = block.skeleton.training
+        for hooks in self.HOOKS:
+            self.__dict__[hooks] = block.skeleton.__dict__[hooks]
+            block.skeleton.__dict__[hooks] = OrderedDict()
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # type: ignore[override]
+        return type(self.__dict__["_block"].skeleton)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._router(self._block, args, kwargs)

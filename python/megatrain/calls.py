@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
-from megatrain.blocks import refuse_caches
+from megatrain.blocks import refuse_opaque
 from megatrain.host_mirror import strip_mirror
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class BlockCall:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         # What derives from the labels carries its host twin no further than to the block.
         leaves = [strip_mirror(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        refuse_caches(block, leaves)
+        refuse_opaque(block, leaves)
         versions = tuple(leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor))
         return BlockCall(block, leaves, spec, rng, versions)
 

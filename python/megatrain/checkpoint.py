@@ -84,6 +84,9 @@ def load_state_dict(
             problems.append(f"{name} has shape {tuple(value.shape)} in the state and {tuple(expected)} in the model")
     if problems:
         raise ValueError("the state does not fit the model: " + "; ".join(problems))
+    for name, value in state.items():
+        if name in names:
+            tiles.require_finite(name, value)
     written = set()
     for name, value in state.items():
         if name in names and names[name].name not in written:

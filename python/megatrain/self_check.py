@@ -39,18 +39,20 @@ _CUTTABLE = {"input_ids", "attention_mask", "labels", "position_ids", "token_typ
 
 
 def tiny_batch(batch: Mapping[str, Any], shifted: bool) -> dict[str, Any]:
-    """The row with the most targets; of token models its last tokens only."""
-    tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0}
+    """The row with the most targets, of token models its last tokens only; all of a batch whose rows cannot
+    be told apart."""
+    tensors = {k: v for k, v in batch.items() if isinstance(v, torch.Tensor) and v.dim() > 0 and k != "weight"}
     rows = next((v.shape[0] for v in tensors.values()), 1)
+    if any(v.shape[0] not in (1, rows) for v in tensors.values()):
+        # Not all tensors go by rows (patches of all images behind one another, for instance).
+        return {key: value for key, value in batch.items() if key != "weight"}
     labels = tensors.get("labels")
     row = 0
     if labels is not None and labels.dim() > 1 and not labels.is_floating_point():
         row = int((labels != -100).sum(tuple(range(1, labels.dim()))).argmax())
 
     def cut(key: str, value: Any) -> Any:
-        if key not in tensors or value.shape[0] != rows:
-            return value
-        return value[row : row + 1]
+        return value[row : row + 1] if key in tensors and value.shape[0] == rows else value
 
     one = {key: cut(key, value) for key, value in batch.items() if key != "weight"}
     if set(one) <= _CUTTABLE and all(isinstance(v, torch.Tensor) and v.dim() == 2 for v in one.values()):

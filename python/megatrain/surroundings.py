@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from megatrain.collected import CollectedInside
 from megatrain.logits import WarnOnFullLogits, lazy_head, mirror_labels
 
 if TYPE_CHECKING:
@@ -25,11 +26,14 @@ class Surroundings:
         self._weights_version = weights_version
         self._head = _output_embeddings(module)
         self._configs = _caching_configs(module)
+        self._collected = CollectedInside(module)
         self._warn_full_logits = WarnOnFullLogits()
 
     @contextmanager
     def around(self, batches: Sequence[Mapping[str, Any]], *, caches: bool = False) -> Iterator[None]:
         """For the forwards of these batches. `caches` leaves caching to the module's configuration."""
+        for batch in batches:
+            self._collected.refuse(batch)
         with self.own_arithmetic(caches=caches):
             # Without labels somebody wants the logits themselves.
             if self._head is None or not any("labels" in batch for batch in batches):
@@ -39,6 +43,13 @@ class Surroundings:
                 self._head, self._warn_full_logits, compile=self._compiled, weights_version=self._weights_version
             ):
                 yield
+
+    @contextmanager
+    def around_check(self, batch: Mapping[str, Any]) -> Iterator[None]:
+        """For the self-check with this batch, which looks at full logits."""
+        self._collected.refuse(batch)
+        with self.own_arithmetic():
+            yield
 
     @contextmanager
     def own_arithmetic(self, *, caches: bool = False) -> Iterator[None]:

@@ -51,6 +51,12 @@ class Tiles:
         if not finite:
             raise ValueError(f"{parameter.name} holds values that are not finite")
 
+    @staticmethod
+    def require_finite(name: str, values: torch.Tensor) -> None:
+        """For callers that write several parameters or none."""
+        if not bool(torch.isfinite(values).all()):
+            raise ValueError(f"{name} holds values that are not finite")
+
     def master(self, parameter: TiledParameter) -> torch.Tensor:
         """The exact fp32 values, a new tensor. Frozen parameters have only what is streamed."""
         values = torch.empty(parameter.shape, dtype=torch.float32)

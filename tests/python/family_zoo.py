@@ -13,7 +13,7 @@ from torch import nn
 SIZES = dict(
     vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
     num_key_value_heads=2, head_dim=8, max_position_embeddings=64, sliding_window=4,
-    initializer_range=0.1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    initializer_range=0.1, init_std=0.1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
     # experts
     num_experts=4, num_local_experts=4, n_routed_experts=4, n_shared_experts=1, n_group=1, topk_group=1,
     num_experts_per_tok=2, moe_intermediate_size=16, first_k_dense_replace=1,
