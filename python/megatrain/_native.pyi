@@ -2,7 +2,7 @@
 streams are handed over as integers."""
 
 from collections.abc import Sequence
-from typing import final
+from typing import ClassVar, final
 
 __version__: str
 
@@ -69,10 +69,13 @@ class TileFormat:
 
     bf16_split: TileFormat
     fp32: TileFormat
+    __members__: ClassVar[dict[str, TileFormat]]
     @property
     def name(self) -> str: ...
     @property
     def value(self) -> int: ...
+    def __int__(self) -> int: ...
+    def __index__(self) -> int: ...
 
 @final
 class Section:
@@ -84,10 +87,13 @@ class Section:
     exp_avg: Section
     exp_avg_sq: Section
     accumulator: Section
+    __members__: ClassVar[dict[str, Section]]
     @property
     def name(self) -> str: ...
     @property
     def value(self) -> int: ...
+    def __int__(self) -> int: ...
+    def __index__(self) -> int: ...
 
 @final
 class TileLayout:

@@ -96,9 +96,9 @@ def test_deterministic_runs_are_equal_to_the_bit() -> None:
 
 
 def test_updates_overlap_the_next_step(tmp_path: Path) -> None:
-    module = families.build(FAMILIES[0], num_hidden_layers=8, hidden_size=512, intermediate_size=2048, head_dim=128)
+    module = families.build(FAMILIES[0], num_hidden_layers=8, hidden_size=2048, intermediate_size=8192, head_dim=512)
     model = megatrain.StreamedModel(module, device="cuda", compile=False, max_grad_norm=1.0)
-    for step in range(6):
+    for step in range(4):
         model.step([text_batch(step, rows=32, length=64)] * 2)
     spans = model._engine.trace()
     updates = [span for span in spans if span.kind == "update"]

@@ -1,0 +1,147 @@
+"""Every family of the table is exact, or refused by name: on a host backend with delays and poison."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import family_zoo
+import pytest
+import torch
+import transformers
+from family_zoo import EXACT, REFUSED, Row
+from resident import Resident, assert_close
+
+import megatrain
+from megatrain.loss import weight_of
+from megatrain.rng import seed_for
+
+NOISE = 1e-8
+"""Of the largest gradient of all: less than one rounding of it. Some gradients are zero in exact arithmetic (biases
+of keys), some small sums of large terms."""
+
+
+@contextmanager
+def streamed(module: torch.nn.Module, **changes: Any) -> Iterator[megatrain.StreamedModel]:
+    model = megatrain.StreamedModel(
+        module,
+        dtype=torch.float32,
+        device=megatrain.HostBackend(max_delay_us=50, seed=7, poison=True),
+        compile=False,
+        keep_gradients=True,
+        **changes,
+    )
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+def plain_backward(model: megatrain.StreamedModel, batches: list[family_zoo.Batch], shifted: bool) -> float:
+    weights = [weight_of(batch, shifted) for batch in batches]
+    total = 0.0
+    for index, (batch, weight) in enumerate(zip(batches, weights, strict=True)):
+        torch.manual_seed(seed_for(0, 0, index))
+        loss = model(**batch).loss
+        (loss * (weight / sum(weights))).backward()
+        total += float(loss.detach()) * weight / sum(weights)
+    return total
+
+
+def assert_exact(module: torch.nn.Module, batches: list[family_zoo.Batch], way: str, **changes: Any) -> None:
+    reference = Resident(module, max_grad_norm=None)
+    expected_loss, expected = reference.gradients(batches)
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    assert largest > 0 and all(bool(torch.isfinite(gradient).all()) for gradient in expected.values())
+    with streamed(module, **changes) as model:
+        if way == "step":
+            loss = model.step(batches).loss
+        else:
+            loss = plain_backward(model, batches, reference.shifted)
+        assert loss == pytest.approx(expected_loss, rel=1e-6)
+        found = {name: parameter.grad for name, parameter in model.named_parameters()}
+        assert {name for name, gradient in found.items() if gradient is not None} == set(expected)
+        for name, gradient in expected.items():
+            assert_close(found[name], gradient, 3e-6, f"gradient of {name}", floor=NOISE * largest)
+
+
+def skip_absent(row: Row) -> None:
+    if not row.exists:
+        pytest.skip(f"transformers {transformers.__version__} has no {row.needs}")
+
+
+@pytest.mark.parametrize("way", ["step", "backward"])
+@pytest.mark.parametrize("row", EXACT, ids=[row.name for row in EXACT])
+def test_exact(row: Row, way: str) -> None:
+    skip_absent(row)
+    assert_exact(row.build(), row.batches(), way)
+
+
+@pytest.mark.parametrize("row, reason", REFUSED, ids=[row.name for row, _ in REFUSED])
+@pytest.mark.parametrize("way", ["step", "backward"])
+@pytest.mark.parametrize("self_check", [True, False], ids=["checked", "unchecked"])
+def test_refused(row: Row, reason: str, way: str, self_check: bool) -> None:
+    skip_absent(row)
+    with (
+        streamed(row.build(), self_check=self_check) as model,
+        pytest.raises(megatrain.UnsupportedModelError, match=reason),
+    ):
+        if way == "step":
+            model.step(row.batches())
+        else:
+            model(**row.batches()[0]).loss.backward()
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["grad", "no_grad"])
+def test_attention_weights_are_refused(grad: bool) -> None:
+    row = next(row for row in EXACT if row.name == "llama")
+    with (
+        streamed(row.build()) as model,
+        torch.set_grad_enabled(grad),
+        pytest.raises(megatrain.UnsupportedModelError, match="output_attentions collects what model.layers.0.self_attn"),
+    ):
+        model(**row.batches()[0], output_attentions=True)
+
+
+@pytest.mark.parametrize("way", ["step", "backward"])
+def test_hidden_states_collected_from_blocks(way: str) -> None:
+    """Hooks that transformers has put on the blocks before they were streamed go on seeing what blocks return."""
+    row = next(row for row in EXACT if row.name == "llava")
+    module, batches = row.build(), row.batches()
+    with torch.no_grad():
+        module(**batches[0])
+    assert_exact(module, batches, way, example_batch=batches[0])
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_a_hook_on_a_block_sees_each_call_once(before: bool) -> None:
+    row = next(row for row in EXACT if row.name == "llama")
+    module, batch = row.build(), row.batches()[0]
+    seen: list[torch.Tensor] = []
+
+    def hook(_: torch.nn.Module, args: Any, output: torch.Tensor) -> None:
+        seen.append(output)
+
+    handle = module.model.layers[1].register_forward_hook(hook) if before else None
+    with streamed(module, self_check=False) as model:
+        handle = handle or module.model.layers[1].register_forward_hook(hook)
+        model(**batch).loss.backward()
+        assert len(seen) == 1 and seen[0].requires_grad
+        handle.remove()
+        model.optimizer.zero_grad()
+        model(**batch).loss.backward()
+        assert len(seen) == 1
+
+
+@pytest.mark.parametrize("way", ["step", "backward"])
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_adapters(dora: bool, way: str) -> None:
+    peft = pytest.importorskip("peft")
+    row = next(row for row in EXACT if row.name == "llama")
+    config = peft.LoraConfig(
+        r=4, lora_dropout=0.1, use_dora=dora, target_modules=["q_proj", "down_proj"], init_lora_weights=False,
+        task_type="CAUSAL_LM",
+    )  # fmt: skip
+    torch.manual_seed(5)
+    assert_exact(peft.get_peft_model(row.build(), config).train(), row.batches(), way)
