@@ -94,6 +94,12 @@ void Engine::wait_updates() {
   updates_->wait_idle();
 }
 
+void Engine::release_all(StreamView stream) {
+  check();
+  prefetcher_->release_all(stream);
+  compute_.begin = nullptr;
+}
+
 bool Engine::updates_pending() {
   check();
   return !updates_->idle();

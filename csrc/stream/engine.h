@@ -41,6 +41,8 @@ class Engine {
   int acquire(int tile, StreamView stream);
   // The work on `stream` so far was the last that reads this acquisition.
   void release(int slot, StreamView stream);
+  // For a caller whose work was cut short: nothing is acquired any more, no compute span is open.
+  void release_all(StreamView stream);
 
   std::int64_t version(int tile);  // counts updates and edits
   void mark_edited(int tile);      // the caller has written the host weights

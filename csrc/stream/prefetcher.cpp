@@ -118,6 +118,19 @@ void Prefetcher::release(int index, StreamView stream) {
   parts_.monitor.notify_locked();
 }
 
+void Prefetcher::release_all(StreamView stream) {
+  const SharedEvent last_read = parts_.events.record(stream);
+  const Monitor::Lock lock = parts_.monitor.lock();
+  for (int i = 0; i < slots_.size(); ++i) {
+    Slot& slot = slots_[i];
+    if (slot.uses == 0) continue;
+    slot.released.push_back(last_read);
+    slot.touched = ++clock_;
+    slot.uses = 0;
+  }
+  parts_.monitor.notify_locked();
+}
+
 void Prefetcher::drop(Slot& slot) {
   if (idle(slot)) backend_.poison(slot.device, slot.bytes);
   slot.tile = -1;

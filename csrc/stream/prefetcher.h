@@ -27,6 +27,8 @@ class Prefetcher {
   // Blocks until the copy up is queued; `stream` then waits for its end.
   int acquire(int tile, StreamView stream);
   void release(int slot, StreamView stream);
+  // Releases every acquisition that is outstanding, for a caller whose work was cut short.
+  void release_all(StreamView stream);
 
   void join();         // returns when the thread has ended
   void synchronize();  // returns when the copies queued so far have ended

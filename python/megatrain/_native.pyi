@@ -212,6 +212,8 @@ class Engine:
         copy is queued; work put on `stream` after this call sees the weights."""
     def release(self, slot: int, stream: int) -> None:
         """The work queued on `stream` so far was the last that reads this acquisition of the slot."""
+    def release_all(self, stream: int) -> None:
+        """Give up every acquisition that is outstanding: for work that was cut short by an exception."""
     def version(self, tile: int) -> int:
         """Counts the updates and edits queued for the tile."""
     def mark_edited(self, tile: int) -> None:

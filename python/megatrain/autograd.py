@@ -36,8 +36,8 @@ class DirectCalls:
         self.sink = sink
         self.device = device
         self.unit_of = unit_of
-        self.backward_begun = False
-        """A backward has walked into a block since the flag was cleared."""
+        self.cut_short = False
+        """A backward was ended by an exception: acquisitions may be outstanding."""
 
     def __call__(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled():
@@ -88,7 +88,6 @@ class _PendingCall:
 
     def backward(self, gradients: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
         owner, block = self.owner, self.call.block
-        owner.backward_begun = True
         if owner.weights.version(block) != self.version:
             owner.sink.clear()
             raise StaleGraphError(
@@ -97,11 +96,15 @@ class _PendingCall:
         by_position: list[torch.Tensor | None] = [None] * len(self.flat)
         for position, gradient in zip(self.fresh, gradients, strict=True):
             by_position[position] = gradient
-        with preserved(owner.device), owner.weights.on_device(block) as weights:
-            input_gradients, parameter_gradients = owner.runner.gradients(self.call, weights, by_position)
-            for parameter, gradient in parameter_gradients:
-                owner.sink.add(owner.unit_of(parameter), [(parameter, gradient)])
-        owner.sink.store(block.unit)
+        try:
+            with preserved(owner.device), owner.weights.on_device(block) as weights:
+                input_gradients, parameter_gradients = owner.runner.gradients(self.call, weights, by_position)
+                for parameter, gradient in parameter_gradients:
+                    owner.sink.add(owner.unit_of(parameter), [(parameter, gradient)])
+            owner.sink.store(block.unit)
+        except BaseException:
+            owner.cut_short = True
+            raise
         return input_gradients
 
 

@@ -137,12 +137,18 @@ class BlockProxy(nn.Module):
         return type(self.__dict__["_block"].skeleton)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.dtype == torch.float32 and torch.is_autocast_enabled(self.device.type):
+            raise UnsupportedModelError(f"{self._block.name} has fp32 weights and is called under torch.autocast")
         return self._router(self._block, args, kwargs)
 
     def train(self, mode: bool = True) -> BlockProxy:
         self.__dict__["training"] = mode
         self._block.skeleton.train(mode)
         return self
+
+    def follow_mode(self) -> None:
+        """After the block's own mode was set."""
+        self.__dict__["training"] = self._block.skeleton.training
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_block"].skeleton, name)

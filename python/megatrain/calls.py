@@ -96,7 +96,8 @@ class BlockRunner:
     ) -> Any:
         """The forward where nothing is differentiated: the block gets its arguments as they are, caches
         included."""
-        return self._caller(block, {name: weight.detach() for name, weight in weights.items()}, args, kwargs)
+        output = self._caller(block, {name: weight.detach() for name, weight in weights.items()}, args, kwargs)
+        return pytree.tree_map_only(torch.Tensor, lambda value: own_memory(value, weights), output)
 
     def run(self, call: BlockCall, weights: dict[str, torch.Tensor]) -> BlockOutput:
         """The forward without a graph. Outputs require a gradient if something that went in does."""
@@ -114,7 +115,7 @@ class BlockRunner:
                 if id(value) in originals:  # passed through: the graph between the blocks carries it on
                     flat[position] = originals[id(value)]
                 else:
-                    leaf = value.detach()
+                    leaf = own_memory(value, weights).detach()
                     leaf.requires_grad_(needs_grad and leaf.is_floating_point())
                     flat[position] = leaf
             leaves.append(leaf)
@@ -161,3 +162,11 @@ class BlockRunner:
         )
         input_gradients = [next(found) if tensor.requires_grad else None for tensor in inputs]
         return input_gradients, [(parameter, next(found)) for parameter, _ in wanted]
+
+
+def own_memory(value: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The tensor itself, or a copy where it is a view of weights: their memory will hold others."""
+    storage = value.untyped_storage().data_ptr()
+    if storage != 0 and any(weight.untyped_storage().data_ptr() == storage for weight in weights.values()):
+        return value.clone()
+    return value

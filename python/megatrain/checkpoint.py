@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
     from megatrain.blocks import Block
     from megatrain.tiles import Tiles
+
+
+_SHARD_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def persistent_buffers(module: nn.Module, blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Module, str]]:
@@ -134,9 +138,9 @@ def save_pretrained(
             written = Path(staging) / file
             save_file(shard, written, metadata={"format": "pt"})
             written.replace(target / file)
-    for stale in target.glob("model*.safetensors"):
-        if stale.name not in split.filename_to_tensors:
-            stale.unlink()
+    for entry in target.iterdir():
+        if _SHARD_NAME.fullmatch(entry.name) and entry.name not in split.filename_to_tensors:
+            entry.unlink()  # of an earlier save with other shards
     index = target / "model.safetensors.index.json"
     if split.is_sharded:
         index.write_text(json.dumps({"metadata": split.metadata, "weight_map": split.tensor_to_filename}, indent=2))

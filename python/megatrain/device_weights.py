@@ -85,10 +85,20 @@ class DeviceWeights:
                 else:
                     weights[name] = self.outside[parameter.tile].leaf(parameter)
             self.engine.begin_compute(unit.tile, stream)
-            yield weights
+            try:
+                yield weights
+            finally:
+                self.engine.end_compute(stream)
         finally:
-            self.engine.end_compute(stream)
             self.engine.release(slot, stream)
+
+    def recover(self) -> None:
+        """After work that an exception cut short, wherever it was: nothing is in use, and what is outside is
+        fetched again at its next use."""
+        for outside in self.outside.values():
+            outside.forget()
+        self.engine.release_all(stream_handle(self.device))
+        self.engine.expect([])
 
     def version(self, block: Block) -> int:
         return self.engine.version(block.unit.tile)
@@ -121,11 +131,25 @@ class OutsideWeights:
             self._owner.note(self.unit.tile)
             self._slot = engine.acquire(self.unit.tile, stream_handle(self._owner.device))
             self._version = version
+            with torch.no_grad():
+                # The copy does not move the version counter, by which autograd notices that what a graph
+                # saved has been overwritten; an edit of no element does.
+                for leaf in self._leaves:
+                    leaf.view(-1)[:0].zero_()
         return self._leaves[parameter.index]
 
     def leaves(self) -> Iterator[tuple[TiledParameter, nn.Parameter]]:
         """Without fetching anything."""
         return zip(self.unit.parameters, self._leaves, strict=True)
+
+    def forget(self) -> None:
+        """The acquisition is given up elsewhere; stale gradients of a backward that was cut short too."""
+        self._slot = None
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        for leaf in self._leaves:
+            leaf.grad = None
 
     def release(self) -> None:
         if self._slot is not None:

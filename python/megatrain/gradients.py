@@ -74,7 +74,8 @@ class GradientSink:
         """Add gradients of the unit's parameters; None adds nothing and does not count as a gradient."""
         for parameter, gradient in gradients:
             if gradient is not None:
-                self._sum_of(unit).add(parameter, gradient)
+                dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
+                self._sum_of(unit).add(parameter, dense)
 
     def _sum_of(self, unit: Unit) -> _Accumulator:
         if unit.tile not in self._sums:

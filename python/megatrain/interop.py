@@ -32,13 +32,15 @@ def section_dtype(tile_format: TileFormat, section: Section) -> torch.dtype:
     return torch.float32
 
 
-def section_tensor(store: TileStore, tile: int, section: Section) -> torch.Tensor:
-    """The whole section as a flat host tensor that shares its memory."""
-    view = store.view(tile, section)
-    dtype = section_dtype(store.layout(tile).format, section)
-    if len(view) == 0:
+def parameter_tensor(store: TileStore, tile: int, parameter: int, section: Section, elements: int) -> torch.Tensor:
+    """One parameter's part of a section, flat, sharing its memory. A tensor of its own, not a slice of the
+    section's: slices share one version counter, and an edit of one would look like an edit of all."""
+    layout = store.layout(tile)
+    dtype = section_dtype(layout.format, section)
+    if elements == 0:
         return torch.empty(0, dtype=dtype)
-    return torch.frombuffer(view, dtype=dtype)
+    offset = layout.element_offset(parameter) * dtype.itemsize
+    return torch.frombuffer(store.view(tile, section), dtype=dtype, count=elements, offset=offset)
 
 
 def stream_handle(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -42,8 +43,8 @@ def weight_of(batch: Mapping[str, Any], shifted: bool) -> float:
     """The weight of a micro-batch in its step: `weight` if given, else its targets, else its rows."""
     if "weight" in batch:
         weight = float(batch["weight"])
-        if not weight >= 0:
-            raise ValueError(f"the weight of a batch is {weight}; it must be at least 0")
+        if not (weight >= 0 and math.isfinite(weight)):
+            raise ValueError(f"the weight of a batch is {weight}; it must be finite and at least 0")
         return weight
     targets = targets_of(batch, shifted)
     if targets is not None:
@@ -62,7 +63,7 @@ def tokens_of(batch: Mapping[str, Any]) -> int:
         return int(mask.sum())
     if isinstance(ids, torch.Tensor):
         return ids.numel()
-    return int(next(v.shape[0] for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0))
+    return int(next((v.shape[0] for v in batch.values() if isinstance(v, torch.Tensor) and v.dim() > 0), 0))
 
 
 def loss_in(output: Any) -> torch.Tensor:

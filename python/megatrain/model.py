@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
+import weakref
+from collections.abc import Mapping
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ from megatrain.errors import UnsupportedModelError
 from megatrain.face import ParameterFace
 from megatrain.gradients import GradientSink
 from megatrain.interop import compute_device
+from megatrain.interrupts import DeferredInterrupts
 from megatrain.limits import memory_report, require_memory
 from megatrain.loss import loss_in, shifts_labels, tokens_of, weight_of
 from megatrain.optimizer import StreamedAdamW
@@ -28,16 +31,25 @@ from megatrain.parking import ParkedForward
 from megatrain.report import EvaluationReport, MemoryReport, StepReport, write_chrome_trace
 from megatrain.rng import RngState, preserved, seed_for, seed_generators
 from megatrain.schedule import LayerMajor, each_unit
-from megatrain.self_check import check_model, tiny_batch
+from megatrain.self_check import buffers_kept, check_model, tiny_batch
 from megatrain.settings import AdamW, Settings, chosen_isa, parse_bytes, resolve_backend
 from megatrain.surroundings import Surroundings
-from megatrain.takeover import Router, check_registry, move_buffers, take_blocks, take_outside
+from megatrain.takeover import (
+    Router,
+    check_overlaps,
+    check_registry,
+    evaluation_mode,
+    move_buffers,
+    refuse_state_dict,
+    take_blocks,
+    take_outside,
+)
 from megatrain.tiles import Tiles
 from megatrain.units import plan_units
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Sequence
 
     from megatrain._native import CudaBackend, HostBackend
     from megatrain.parameters import TileParameter
@@ -121,10 +133,12 @@ class StreamedModel:
         self._shifted = shifts_labels(module)
 
         check_registry(module)
+        check_overlaps(module)
         found = stacks.named(module, blocks) if blocks is not None else stacks.candidates(module)
         if example_batch is not None and blocks is None and not _on_meta(module):
             probe = tiny_batch(example_batch, self._shifted)
-            found = stacks.called(module, found, lambda: module(**probe))
+            with preserved(self.device), buffers_kept(module):
+                found = stacks.called(module, found, lambda: module(**probe))
         if not found:
             raise UnsupportedModelError(
                 f"{type(module).__name__} has no ModuleList of at least two blocks that it calls; name one with blocks="
@@ -147,16 +161,22 @@ class StreamedModel:
         self._blocks = take_blocks(found, plan, self._router, self.device, dtype)
         take_outside(module, plan, self._weights, self._router)
         move_buffers(module, self._blocks, self.device)
+        refuse_state_dict(module)
         self._hook_outside_gradients()
         compiled = self.device.type == "cuda" if compile is None else compile
-        self._surroundings = Surroundings(module, self.device, compiled, lambda: self.steps)
+        self._surroundings = Surroundings(module, self.device, compiled, self._outside_version)
         self._runner = BlockRunner(BlockCaller(compiled), self.device, self._face.is_trainable)
         self._direct = DirectCalls(self._weights, self._runner, self._sink, self.device, self._unit_of)
         self._router.default = self._direct
 
         self._gradients_known: dict[int, set[int]] = {}
         self.optimizer = StreamedAdamW(
-            optimizer or AdamW(), self._tiles, self._face.by_name, self._apply_update, self._drain, self._sink.clear
+            optimizer or AdamW(),
+            self._tiles,
+            self._face.by_name,
+            self._apply_update,
+            self._drain,
+            self._forget_gradients,
         )
         self._forward_uses = [unit.tile for unit in plan.units]
         self._backward_uses: list[int] = []
@@ -165,6 +185,7 @@ class StreamedModel:
         self._skipped = False
         self._clip_next: float | None = None
         self._never_trained = {p.name for p in plan.parameters if p.trainable}
+        weakref.finalize(self, self._engine.close)  # before the slots that its threads write to go away
         self._checked = not self_check
         for note in self.memory_report().notes:
             warnings.warn(note, stacklevel=2)
@@ -188,16 +209,26 @@ class StreamedModel:
         if self._sink.pending:
             raise RuntimeError("a backward() is waiting for optimizer.step() or optimizer.zero_grad()")
         loads = [weight_of(entry, self._shifted) for entry in batches]
-        active = [(entry, load) for entry, load in zip(batches, loads, strict=True) if load > 0]
+        tokens = sum(tokens_of(entry) for entry in batches)
+        active = [(i, entry, load) for i, (entry, load) in enumerate(zip(batches, loads, strict=True)) if load > 0]
         total = sum(loads)
         waited = self._engine.wait_totals()
-        loss = torch.zeros((), dtype=torch.float64, device=self.device)
+        with torch.inference_mode(False):
+            loss = torch.zeros((), dtype=torch.float64, device=self.device)
         if active:
-            self._prepare(active[0][0])
-            self._engine.begin_step(self.steps)
-            with preserved(self.device), self._surroundings.around(batches):
-                self._forward_and_backward(active, total, loss)
-            self.optimizer.step()
+            with DeferredInterrupts() as interrupts:
+                try:
+                    with torch.inference_mode(False), torch.enable_grad():
+                        self._prepare(active[0][1])
+                        self._engine.begin_step(self.steps)
+                        with preserved(self.device), self._surroundings.around(batches):
+                            self._forward_and_backward(active, total, loss, interrupts)
+                    interrupts.check()
+                    self.optimizer.step()
+                except BaseException:
+                    self._forget_gradients()
+                    self._recover()
+                    raise
         else:
             self.last_grad_norm, self._skipped = 0.0, True
             self.steps += 1
@@ -205,7 +236,7 @@ class StreamedModel:
         return StepReport(
             step=self.steps - 1,
             grad_norm=self.last_grad_norm,
-            tokens=sum(tokens_of(entry) for entry in batches),
+            tokens=tokens,
             targets=total,
             skipped=self._skipped,
             seconds=time.perf_counter() - started,
@@ -215,13 +246,17 @@ class StreamedModel:
         )
 
     def _forward_and_backward(
-        self, active: Sequence[tuple[Mapping[str, Any], float]], total: float, loss: torch.Tensor
+        self,
+        active: Sequence[tuple[int, Mapping[str, Any], float]],
+        total: float,
+        loss: torch.Tensor,
+        interrupts: DeferredInterrupts,
     ) -> None:
-        order = LayerMajor(self._weights, self._runner, self.device)
-        runs = [self._parked(index, entry) for index, (entry, _) in enumerate(active)]
+        order = LayerMajor(self._weights, self._runner, self.device, interrupts.check)
+        runs = [self._parked(number, entry) for number, entry, _ in active]
 
         def when_done(index: int, output: Any) -> None:
-            share = active[index][1] / total
+            share = active[index][2] / total
             own_loss = loss_in(output)
             loss.add_(own_loss.detach().double(), alpha=share)
             if own_loss.requires_grad:
@@ -229,22 +264,29 @@ class StreamedModel:
 
         self._weights.begin_pass([*self._forward_uses, *self._backward_uses])
         try:
-            with torch.enable_grad():
-                order.forward(runs, when_done, keep=True)
+            order.forward(runs, when_done, keep=True)
             self._forward_uses, self._weights.uses = self._weights.uses, []
             order.backward(self._sink, self._unit_of)
             self._backward_uses = self._weights.uses
         except BaseException:
             for run in runs:
                 run.abandon()
-            self._sink.clear()
-            with suppress(RuntimeError):  # of an engine that has stopped: the error on its way says why
-                self._engine.expect([])
             raise
 
-    def _parked(self, index: int, batch: Mapping[str, Any]) -> ParkedForward:
-        arguments = self._surroundings.to_device(batch)
-        seed_generators(seed_for(self.settings.seed, self.steps, index), self.device)
+    def _forget_gradients(self) -> None:
+        self._sink.clear()
+        self._clip_next = None
+        for outside in self._weights.outside.values():
+            outside.drop_gradients()
+
+    def _recover(self) -> None:
+        """After work that was cut short; an engine that has stopped says why by the error on its way."""
+        with suppress(RuntimeError):
+            self._weights.recover()
+
+    def _parked(self, number: int, batch: Mapping[str, Any]) -> ParkedForward:
+        arguments = self._surroundings.to_device({k: v for k, v in batch.items() if k != "weight"})
+        seed_generators(seed_for(self.settings.seed, self.steps, number), self.device)
         state = RngState.capture(self.device)
         return ParkedForward(
             lambda: self.module(**arguments),
@@ -255,9 +297,14 @@ class StreamedModel:
 
     def _apply_update(self) -> None:
         """Clip, then queue every update in the order of its next use; skip if the norm is not finite."""
+        with DeferredInterrupts():
+            self._clip_and_queue()
+
+    def _clip_and_queue(self) -> None:
         self.optimizer.check_groups()
         self._store_outside()
-        clip, skip = self._clip_next or self.settings.max_grad_norm, self.settings.skip_nonfinite
+        clip = self.settings.max_grad_norm if self._clip_next is None else self._clip_next
+        skip = self.settings.skip_nonfinite
         self._clip_next = None
         self.last_grad_norm = self._sink.norm() if clip is not None or skip else None
         self._skipped = skip and self.last_grad_norm is not None and not math.isfinite(self.last_grad_norm)
@@ -272,10 +319,11 @@ class StreamedModel:
         if clip is not None and self.last_grad_norm is not None:
             scale = min(1.0, clip / (self.last_grad_norm + 1e-6))
         self._weights.release_outside()
+        groups = self.optimizer.groups_by_face()
         for priority, unit in enumerate(each_unit(self._plan.units, self._forward_uses)):
             touched = self._sink.stored.get(unit.tile)
             if touched:
-                updates = self.optimizer.updates([unit.parameters[index] for index in sorted(touched)])
+                updates = self.optimizer.updates([unit.parameters[index] for index in sorted(touched)], groups)
                 self._engine.update(unit.tile, updates, scale, priority)
         self._sink.clear()
         self._engine.expect(list(self._forward_uses))
@@ -297,18 +345,25 @@ class StreamedModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward. With gradients on, `loss.backward()` and `optimizer.step()` train it as
         any module; several backwards accumulate. Host tensors are moved to the compute device."""
-        if torch.is_grad_enabled():
+        with_gradients = torch.is_grad_enabled()
+        if self._direct.cut_short:
+            self._direct.cut_short = False
+            self._recover()
+        self._require_loaded()
+        if with_gradients:
             self._prepare(kwargs if kwargs and not args else None)
         else:
             self._face.take_over_edits()
-        self._require_loaded()
-        moved = self._surroundings.to_device({str(i): value for i, value in enumerate(args)} | kwargs)
-        positional = [moved.pop(str(i)) for i in range(len(args))]
-        backward = self._forward_uses[::-1] if torch.is_grad_enabled() else []
+        moved_args, moved_kwargs = self._surroundings.arguments_to_device(args, kwargs)
+        backward = self._forward_uses[::-1] if with_gradients else []
         self._weights.begin_pass([*self._forward_uses, *backward])
         self._engine.begin_step(self.steps)
-        with self._surroundings.around([kwargs], caches=not torch.is_grad_enabled()):
-            output = self.module(*positional, **moved)
+        try:
+            with self._surroundings.around([kwargs], caches=not with_gradients):
+                output = self.module(*moved_args, **moved_kwargs)
+        except BaseException:
+            self._recover()
+            raise
         self._forward_uses = list(self._weights.uses) or self._forward_uses
         return output
 
@@ -317,27 +372,27 @@ class StreamedModel:
         batches = _micro_batches(batch)
         loads = [weight_of(entry, self._shifted) for entry in batches]
         total = sum(loads)
-        losses: list[torch.Tensor] = []
-        active = [(entry, load) for entry, load in zip(batches, loads, strict=True) if load > 0]
-        was_training = self.module.training
-        self.module.eval()
-        try:
-            with torch.no_grad(), preserved(self.device), self._surroundings.around(batches):
-                self._require_loaded()
-                self._face.take_over_edits()
-                runs = [self._parked(index, entry) for index, (entry, _) in enumerate(active)]
-                self._weights.begin_pass(list(self._forward_uses))
-                order = LayerMajor(self._weights, self._runner, self.device)
-                results: dict[int, torch.Tensor] = {}
-                try:
-                    order.forward(runs, lambda i, output: results.update({i: loss_in(output).double()}), keep=False)
-                except BaseException:
-                    for run in runs:
-                        run.abandon()
-                    raise
-                losses = [results[index] * load for index, (_, load) in enumerate(active)]
-        finally:
-            self.module.train(was_training)
+        active = [(i, entry, load) for i, (entry, load) in enumerate(zip(batches, loads, strict=True)) if load > 0]
+        self._require_loaded()
+        results: dict[int, torch.Tensor] = {}
+        with (
+            torch.no_grad(),
+            evaluation_mode(self.module, self._blocks),
+            preserved(self.device),
+            self._surroundings.around(batches),
+        ):
+            self._face.take_over_edits()
+            runs = [self._parked(number, entry) for number, entry, _ in active]
+            self._weights.begin_pass(list(self._forward_uses))
+            order = LayerMajor(self._weights, self._runner, self.device)
+            try:
+                order.forward(runs, lambda i, output: results.update({i: loss_in(output).double()}), keep=False)
+            except BaseException:
+                for run in runs:
+                    run.abandon()
+                self._recover()
+                raise
+        losses = [results[index] * load for index, (_, _, load) in enumerate(active)]
         loss = float(torch.stack(losses).sum()) / total if losses else 0.0
         return EvaluationReport(loss=loss, tokens=sum(map(tokens_of, batches)), targets=total)
 
@@ -424,6 +479,7 @@ class StreamedModel:
                 self._sink.store(unit)
 
     def _hook_outside_gradients(self) -> None:
+        sink = self._sink  # and not self, which autograd would keep alive for ever
         for tile, outside in self._weights.outside.items():
             unit = self._unit_by_tile[tile]
             for parameter, leaf in outside.leaves():
@@ -431,10 +487,13 @@ class StreamedModel:
                     continue
 
                 def take(leaf: torch.Tensor, parameter: TiledParameter = parameter, unit: Unit = unit) -> None:
-                    self._sink.add(unit, [(parameter, leaf.grad)])
-                    leaf.grad = None
+                    gradient, leaf.grad = leaf.grad, None
+                    sink.add(unit, [(parameter, gradient)])
 
                 leaf.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+
+    def _outside_version(self) -> int:
+        return sum(self._engine.version(tile) for tile in self._weights.outside)
 
     # state
 
@@ -502,4 +561,10 @@ def _on_meta(module: nn.Module) -> bool:
 
 
 def _micro_batches(batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    return list(batch) if isinstance(batch, list | tuple) else [batch]  # type: ignore[list-item]
+    batches: list[Any] = list(batch) if isinstance(batch, list | tuple) else [batch]
+    if not batches:
+        raise ValueError("the list of micro-batches is empty; a step needs at least one")
+    for entry in batches:
+        if not isinstance(entry, Mapping):
+            raise ValueError(f"a batch is a {type(entry).__name__}; it must be a mapping of the module's arguments")
+    return batches

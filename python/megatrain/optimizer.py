@@ -48,7 +48,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         names = self._tiles.plan.names
         groups = []
         for group in config.params:
-            members: list[TileParameter] = []
+            members: dict[int, TileParameter] = {}
             for entry in group["params"]:
                 if isinstance(entry, str):
                     if entry not in names:
@@ -60,9 +60,9 @@ class StreamedAdamW(torch.optim.Optimizer):
                     face = entry
                 else:
                     raise ValueError("a parameter group holds a tensor that is not a parameter of the module")
-                if self._tiled[id(face)].trainable and all(face is not known for known in members):
-                    members.append(face)
-            groups.append({**group, "params": members})
+                if self._tiled[id(face)].trainable:
+                    members[id(face)] = face
+            groups.append({**group, "params": list(members.values())})
         listed = {id(face) for group in groups for face in group["params"]}
         missing = [self._tiled[id(face)].name for face in trainable if id(face) not in listed]
         if missing:
@@ -93,13 +93,19 @@ class StreamedAdamW(torch.optim.Optimizer):
         for group in self.param_groups:
             check_hyperparameters(group)
 
-    def updates(self, parameters: Sequence[TiledParameter]) -> list[ParameterUpdate]:
-        """The next update of these parameters, captured by value; advances their step counts."""
-        group_of = {id(face): group for group in self.param_groups for face in group["params"]}
+    def groups_by_face(self) -> dict[int, dict[str, Any]]:
+        """Each face's group now, by the face's id."""
+        return {id(face): group for group in self.param_groups for face in group["params"]}
+
+    def updates(
+        self, parameters: Sequence[TiledParameter], groups: Mapping[int, dict[str, Any]]
+    ) -> list[ParameterUpdate]:
+        """The next update of these parameters, captured by value; advances their step counts. `groups` is
+        `groups_by_face()`."""
         found = []
         for parameter in parameters:
             face = self._face[parameter]
-            group = group_of[id(face)]
+            group = groups[id(face)]
             state = self.state[face]
             if not state:
                 state["step"] = torch.zeros((), dtype=torch.float32)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,11 +38,20 @@ class TileParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for argument in args:
-            if isinstance(argument, TileParameter) and func not in _METADATA:
-                argument._drain()
+        if func not in _METADATA:
+            faces = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, TileParameter)]
+            if func in _HOOKS:
+                raise RuntimeError("hooks on streamed parameters never run: their gradients bypass autograd")
+            for face in faces:
+                face._drain()
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+            result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and result.grad_fn is not None:
+            raise RuntimeError(
+                f"{getattr(func, '__name__', func)} of a streamed parameter would need its gradient, which autograd "
+                "cannot bring to the tile; look at it under torch.no_grad(), penalise it by weight_decay"
+            )
+        return result
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -70,6 +80,8 @@ class TileParameter(nn.Parameter):
 
 # torch's stubs give the attributes' values; on the class they are descriptors.
 _Tensor: Any = torch.Tensor
+
+_HOOKS = {torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook}
 
 # Looking at these does not read the weights.
 _METADATA = {

@@ -30,6 +30,7 @@ class ParkedCall:
     kwargs: dict[str, Any]
     rng: RngState
     context: contextvars.Context
+    grad_enabled: bool
 
 
 class ForwardAbandoned(BaseException):
@@ -91,7 +92,9 @@ class ParkedForward:
         self._thread.join()
 
     def park(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        self.parked = ParkedCall(block, args, kwargs, RngState.capture(self._device), contextvars.copy_context())
+        self.parked = ParkedCall(
+            block, args, kwargs, RngState.capture(self._device), contextvars.copy_context(), torch.is_grad_enabled()
+        )
         self._wait_for_scheduler()
         answer, self._answer = self._answer, None
         return answer

@@ -92,10 +92,12 @@ class LayerMajor:
         weights: Weights,
         runner: BlockRunner,
         device: torch.device,
+        check_interrupts: Callable[[], None] = lambda: None,
     ) -> None:
         self._weights = weights
         self._runner = runner
         self._device = device
+        self._check_interrupts = check_interrupts
         self._rounds: list[Round] = []
         self._boundaries: dict[tuple[int, int], Boundary] = {}
 
@@ -107,6 +109,7 @@ class LayerMajor:
         for index, run in enumerate(runs):
             self._resume(index, run, None, None, when_done)
         while waiting := [(index, run) for index, run in enumerate(runs) if run.parked is not None]:
+            self._check_interrupts()
             block = min((run.parked.block for _, run in waiting if run.parked), key=lambda b: b.unit.tile)
             at_block = [(index, run) for index, run in waiting if run.parked and run.parked.block is block]
             results: list[tuple[int, ParkedForward, BlockOutput, RngState]] = []
@@ -118,11 +121,12 @@ class LayerMajor:
                     call = BlockCall.capture(block, parked.args, parked.kwargs, parked.rng)
                     call.rng.restore(self._device)
                     # In the micro-batch's own context: hooks on sub-modules may look at its variables.
-                    output = parked.context.run(self._runner.run, call, weights)
+                    with torch.set_grad_enabled(parked.grad_enabled):
+                        output = parked.context.run(self._runner.run, call, weights)
                     results.append((index, run, output, RngState.capture(self._device)))
-                    if keep:
+                    if keep and parked.grad_enabled:
                         logged.append(LoggedCall(index, call, output))
-            if keep:
+            if logged:
                 self._log(Round(block, logged))
             for index, run, output, rng in results:
                 self._resume(index, run, output.tree, rng, when_done)
@@ -151,6 +155,7 @@ class LayerMajor:
         """Walk the log back. A block's gradients go down when its first call has been walked."""
         calls_left = Counter(finished.block.unit.tile for finished in self._rounds)
         while self._rounds:
+            self._check_interrupts()
             finished = self._rounds.pop()
             unit = finished.block.unit
             with self._weights.on_device(finished.block) as weights:

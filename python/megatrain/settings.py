@@ -39,6 +39,9 @@ def check_hyperparameters(group: Mapping[str, Any]) -> None:
         value = float(group[name])
         if not (value >= 0 and math.isfinite(value)):
             raise ValueError(f"{name} is {value}; it must be finite and at least 0")
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise ValueError(f"{name} is {group[name]}; the streamed AdamW does not have it")
     for index, beta in enumerate(group["betas"]):
         if not 0 <= float(beta) < 1:
             raise ValueError(f"betas[{index}] is {beta}; it must be at least 0 and below 1")
@@ -65,6 +68,10 @@ class Settings:
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"dtype is {self.dtype}; it must be torch.bfloat16 or torch.float32")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ValueError(f"seed is {self.seed}; it must fit into 64 bits")
+        if self.threads < 0:
+            raise ValueError(f"threads is {self.threads}; it must be at least 0")
         if self.slots < 2:
             raise ValueError(f"slots is {self.slots}; the ring needs at least 2")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:

@@ -35,7 +35,9 @@ def candidates(module: nn.Module) -> list[Stack]:
     def visit(parent: nn.Module, prefix: str) -> None:
         for key, child in parent.named_children():
             name = f"{prefix}{key}"
-            if isinstance(child, nn.ModuleList) and len(child) >= 2:
+            # A list of lists is not called itself: its entries are the stacks.
+            nested = any(isinstance(entry, nn.ModuleList | nn.ModuleDict) for entry in child.children())
+            if isinstance(child, nn.ModuleList) and len(child) >= 2 and not nested:
                 found.append(Stack(name, child))
             else:
                 visit(child, f"{name}.")

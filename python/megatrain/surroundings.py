@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from megatrain.collected import CollectedInside
 from megatrain.logits import WarnOnFullLogits, lazy_head, mirror_labels
@@ -67,20 +68,25 @@ class Surroundings:
                     config.use_cache = value
 
     def to_device(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """The batch's tensors on the device, without its weight. Labels that come from the host stay known
-        there, so that ignored ones can be dropped without waiting for the device."""
-        moved = {}
-        for key, value in batch.items():
-            if key == "weight":
-                continue
-            if isinstance(value, torch.Tensor):
-                on_device = value.to(self._device, non_blocking=True)
-                if key == "labels" and value.device.type == "cpu" and not value.is_floating_point():
-                    on_device = mirror_labels(on_device, value)
-                moved[key] = on_device
-            else:
-                moved[key] = value
+        """The batch with its tensors, also nested ones, on the device. Labels that come from the host stay
+        known there, so that ignored ones can be dropped without waiting for the device."""
+        moved: dict[str, Any] = pytree.tree_map_only(torch.Tensor, self._moved, dict(batch))
+        labels = batch.get("labels")
+        if isinstance(labels, torch.Tensor) and labels.device.type == "cpu" and not labels.is_floating_point():
+            moved["labels"] = mirror_labels(moved["labels"], labels)
         return moved
+
+    def arguments_to_device(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The same for a call's arguments."""
+        moved: tuple[Any, ...] = pytree.tree_map_only(torch.Tensor, self._moved, args)
+        return moved, self.to_device(kwargs)
+
+    def _moved(self, value: torch.Tensor) -> torch.Tensor:
+        moved = value.to(self._device, non_blocking=True)
+        # Tensors made under inference_mode cannot be saved for a backward.
+        return moved.clone() if moved.is_inference() and not torch.is_inference_mode_enabled() else moved
 
 
 def _output_embeddings(module: nn.Module) -> nn.Module | None:

@@ -6,6 +6,8 @@ parameters whose memory is on the device and filled when they are touched."""
 from __future__ import annotations
 
 import threading
+from contextlib import contextmanager
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +18,7 @@ from megatrain.device_weights import FetchedOnAccess
 from megatrain.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from megatrain.device_weights import DeviceWeights
     from megatrain.stacks import Stack
@@ -54,6 +56,23 @@ def check_registry(module: nn.Module) -> None:
                     f"{name or 'the module'} ({type(owner).__name__}) keeps parameters in its attribute "
                     f"{attribute}, past torch's registry; such modules cannot be streamed"
                 )
+
+
+def check_overlaps(module: nn.Module) -> None:
+    """Refuse parameters that are views of one another's memory: in tiles they would part."""
+    by_storage: dict[int, list[tuple[int, int, str]]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.device.type != "meta" and parameter.numel() > 0:
+            size = parameter.element_size()
+            begin = int(parameter.storage_offset()) * size
+            extent = sum((n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True)) + 1
+            spans = by_storage.setdefault(parameter.untyped_storage().data_ptr(), [])
+            spans.append((begin, begin + extent * size, name))
+    for spans in by_storage.values():
+        spans.sort()
+        for (_, end, first), (begin, _, second) in pairwise(spans):
+            if begin < end:
+                raise UnsupportedModelError(f"{first} and {second} share memory without being the same parameter")
 
 
 def take_blocks(
@@ -117,3 +136,30 @@ def move_buffers(module: nn.Module, blocks: Sequence[Block], device: torch.devic
             for name, buffer in owner._buffers.items():
                 if buffer is not None and buffer.device.type != "meta":
                     owner._buffers[name] = buffer.to(device)
+
+
+def refuse_state_dict(module: nn.Module) -> None:
+    """The module no longer holds its weights; its own state_dict would lack the blocks' without a word."""
+
+    def refuse(*_: Any) -> None:
+        raise RuntimeError("the module's weights live in tiles: use state_dict() of the StreamedModel")
+
+    module.register_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def evaluation_mode(module: nn.Module, blocks: Sequence[Block]) -> Iterator[None]:
+    """eval(), and each sub-module's own mode again afterwards."""
+    owners = [owner for owner in module.modules() if not isinstance(owner, BlockProxy)]
+    for block in blocks:
+        owners.extend(block.skeleton.modules())
+    modes = [(owner, owner.training) for owner in owners]
+    module.eval()
+    try:
+        yield
+    finally:
+        for owner, training in modes:
+            owner.training = training
+        for owner in module.modules():
+            if isinstance(owner, BlockProxy):
+                owner.follow_mode()

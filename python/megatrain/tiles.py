@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain._native import Section, TileFormat
-from megatrain.interop import section_tensor
+from megatrain.interop import parameter_tensor
 
 if TYPE_CHECKING:
     from megatrain._native import TileStore
@@ -20,7 +20,10 @@ class Tiles:
     def __init__(self, store: TileStore, plan: UnitPlan) -> None:
         self.store = store
         self.plan = plan
-        self._sections: dict[tuple[int, int], torch.Tensor] = {}
+        self._views: dict[tuple[TiledParameter, int], torch.Tensor] = {}
+        for parameter in plan.parameters:
+            if parameter.original.device.type != "meta":
+                self.require_finite(parameter.name, parameter.original.detach())
         for unit in plan.units:
             tile = store.add(unit.layout)
             assert tile == unit.tile
@@ -35,11 +38,11 @@ class Tiles:
 
     def view(self, parameter: TiledParameter, section: Section) -> torch.Tensor:
         """The parameter's part of a section, in its shape; shares the tile's memory."""
-        key = (parameter.tile, section.value)
-        if key not in self._sections:
-            self._sections[key] = section_tensor(self.store, parameter.tile, section)
-        offset = self.store.layout(parameter.tile).element_offset(parameter.index)
-        return self._sections[key][offset : offset + parameter.numel].view(parameter.shape)
+        key = (parameter, section.value)
+        if key not in self._views:
+            flat = parameter_tensor(self.store, parameter.tile, parameter.index, section, parameter.numel)
+            self._views[key] = flat.view(parameter.shape)
+        return self._views[key]
 
     def write(self, parameter: TiledParameter, values: torch.Tensor) -> None:
         """Set weights and master. Raises for values that are not finite, naming the parameter."""

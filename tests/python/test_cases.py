@@ -985,8 +985,8 @@ def test_requires_grad_toggled_between_steps() -> None:
 
 
 def test_updates_overlap_the_next_step(tmp_path: Any) -> None:
-    module = families.build(LLAMA, num_hidden_layers=8, hidden_size=64, intermediate_size=256)
-    model = stream(module, device=megatrain.HostBackend(max_delay_us=500, seed=1))
+    module = families.build(LLAMA, num_hidden_layers=8, hidden_size=256, intermediate_size=1024)
+    model = stream(module, device=megatrain.HostBackend(), threads=1)
     for step in range(6):
         model.step([text_batch(step, rows=8, length=48)] * 2)
     model.synchronize()

@@ -11,8 +11,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import megatrain
 import pytest
+
+import megatrain
 from megatrain import _native
 
 ROOT = Path(__file__).resolve().parents[2]
