@@ -127,3 +127,30 @@ def test_autocast_from_outside_does_not_keep_casts() -> None:
         peaks.append(torch.cuda.max_memory_allocated() - base)
         del model
     assert peaks[1] <= peaks[0] * 1.1 + (1 << 20)
+
+
+@pytest.mark.parametrize("way", ["step", "backward"])
+def test_a_device_that_is_not_the_current_one(way: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU")
+
+    def run(device: str) -> list[float]:
+        model = megatrain.StreamedModel(
+            families.build(FAMILIES[2], dropout=True), device=device, compile=False, dtype=torch.float32
+        )
+        assert model.device == torch.device(device)
+        losses = []
+        for step in range(4):
+            if way == "step":
+                losses.append(model.step([text_batch(step), text_batch(step + 9)]).loss)
+                continue
+            torch.manual_seed(step)
+            loss = model(**text_batch(step)).loss
+            loss.backward()
+            model.optimizer.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    torch.cuda.set_device(0)
+    assert run("cuda:1") == pytest.approx(run("cuda:0"), rel=1e-6)
+    assert torch.cuda.current_device() == 0
