@@ -1,0 +1,274 @@
+// What the host's memory can do, by kind of pass, number of threads and NUMA node: the passes of
+// STREAM, and one with the streams of AdamW. All passes work on the same memory, in turn, since
+// memory of virtual machines changes its speed from one second to the next.
+#include "device/host_memory.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <cstdio>
+#include <string>
+#include <vector>
+
+#include "base/cpu.h"
+#include "base/error.h"
+#include "machine.h"
+#include "memory_passes.h"
+#include "node_memory.h"
+#include "program.h"
+#include "tiles/share.h"
+
+namespace megatrain::bench {
+namespace {
+
+constexpr std::int64_t kPageElements = 2048;  // a 4 KiB page of the narrowest section
+constexpr double kSecondsInAll = 90;
+constexpr float kScalar = 3;
+
+// One memory, seen as STREAM's three arrays and as the sections of a tile. Either way of writing
+// leaves values that are ordinary numbers the other way.
+struct Streams {
+  Streams(std::byte* memory, std::int64_t elements) : elements(elements), parameters(elements * 12 / 14) {
+    Carver arrays(memory);
+    a = arrays.take<float>(elements);
+    b = arrays.take<float>(elements);
+    c = arrays.take<float>(elements);
+    // Two bytes a parameter less than the arrays in all, which is room for the rounding to pages.
+    parameters = std::max<std::int64_t>(parameters / kPageElements - 4, 1) * kPageElements;
+    Carver sections(memory);
+    mix.high = sections.take<std::uint16_t>(parameters);
+    mix.low = sections.take<std::uint16_t>(parameters);
+    mix.gradient = sections.take<std::uint16_t>(parameters);
+    mix.exp_avg = sections.take<float>(parameters);
+    mix.exp_avg_sq = sections.take<float>(parameters);
+    mix.count = parameters;
+  }
+
+  SplitMix part(ElementRange range) const {
+    return {mix.high + range.begin,    mix.low + range.begin,        mix.gradient + range.begin,
+            mix.exp_avg + range.begin, mix.exp_avg_sq + range.begin, range.size()};
+  }
+
+  std::int64_t elements;
+  std::int64_t parameters;
+  float *a, *b, *c;
+  SplitMix mix;
+};
+
+struct Pass {
+  const char* title;
+  const char* key;
+  double bytes;  // an element, as STREAM counts
+  bool adam;     // elements are parameters
+  void (*body)(const Streams& streams, ElementRange range);
+};
+
+// In this order; the last one only where there are such stores.
+enum PassIndex : std::size_t { kRead, kWrite, kCopy, kTriad, kMix, kStreamingTriad };
+
+std::vector<Pass> passes() {
+  std::vector<Pass> all = {
+      {"read", "read", 4, false,
+       [](const Streams& s, ElementRange r) {
+         volatile std::uint64_t sum = pass_read(s.a + r.begin, r.size());
+         static_cast<void>(sum);
+       }},
+      {"write", "write", 4, false,
+       [](const Streams& s, ElementRange r) { pass_write(s.c + r.begin, 2, r.size()); }},
+      {"copy", "copy", 8, false,
+       [](const Streams& s, ElementRange r) { pass_copy(s.b + r.begin, s.c + r.begin, r.size()); }},
+      {"triad", "triad", 12, false,
+       [](const Streams& s, ElementRange r) {
+         pass_triad(s.a + r.begin, s.b + r.begin, s.c + r.begin, kScalar, r.size());
+       }},
+      {"Adam mix", "adam_mix", 26, true, [](const Streams& s, ElementRange r) { pass_mix(s.part(r), {}); }},
+  };
+  if (kHasStreamingStores) {
+    all.push_back(
+        {"triad, streaming stores", "streaming_triad", 12, false, [](const Streams& s, ElementRange r) {
+           pass_triad_streaming(s.a + r.begin, s.b + r.begin, s.c + r.begin, kScalar, r.size());
+         }});
+  }
+  return all;
+}
+
+// GB/s as counted.
+double rate(const Pass& pass, const Streams& streams, ThreadPool& pool) {
+  const std::int64_t elements = pass.adam ? streams.parameters : streams.elements;
+  const auto begin = std::chrono::steady_clock::now();
+  pool.run([&](unsigned worker, unsigned workers) {
+    const ElementRange mine =
+        share_of(elements, kPageElements, static_cast<int>(worker), static_cast<int>(workers));
+    if (!mine.empty()) pass.body(streams, mine);
+  });
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  return pass.bytes * static_cast<double>(elements) / took.count() / 1e9;
+}
+
+void require(bool right, const std::string& what) {
+  if (!right) throw OutsideError("the pass \"" + what + "\" wrote wrong values");
+}
+
+// Each pass against what it should write, over all elements, before any is timed.
+void verify(const Streams& s, ThreadPool& pool) {
+  const auto whole = [&](auto body) {
+    pool.run([&](unsigned worker, unsigned workers) {
+      body(share_of(s.elements, kPageElements, static_cast<int>(worker), static_cast<int>(workers)));
+    });
+  };
+  whole([&](ElementRange r) {
+    pass_write(s.c + r.begin, 2.0f, r.size());
+    pass_copy(s.b + r.begin, s.c + r.begin, r.size());
+    pass_triad(s.a + r.begin, s.b + r.begin, s.c + r.begin, kScalar, r.size());
+    for (std::int64_t i = r.begin; i < r.end; ++i) {
+      require(s.c[i] == 2, "write");
+      require(s.b[i] == 2, "copy");
+      require(s.a[i] == 2 + kScalar * 2, "triad");
+    }
+    pass_triad_streaming(s.a + r.begin, s.b + r.begin, s.c + r.begin, kScalar + 1, r.size());
+    for (std::int64_t i = r.begin; i < r.end; ++i) require(s.a[i] == 4 + kScalar * 2, "streaming triad");
+  });
+  const std::int64_t count = std::min<std::int64_t>(s.parameters, 1 << 20);
+  for (std::int64_t i = 0; i < count; ++i) {
+    s.mix.high[i] = static_cast<std::uint16_t>(i);
+    s.mix.low[i] = static_cast<std::uint16_t>(7 * i);
+    const_cast<std::uint16_t*>(s.mix.gradient)[i] = static_cast<std::uint16_t>(3 * i);
+    s.mix.exp_avg[i] = static_cast<float>(i);
+    s.mix.exp_avg_sq[i] = static_cast<float>(2 * i);
+  }
+  pass_mix(s.part({0, count}), {.mask = 0xff, .scale = 2, .shift = 1});
+  for (std::int64_t i = 0; i < count; ++i) {
+    const auto gradient = static_cast<std::uint16_t>(static_cast<std::uint16_t>(3 * i) & 0xff);
+    require(s.mix.high[i] == static_cast<std::uint16_t>(i + gradient) &&
+                s.mix.low[i] == static_cast<std::uint16_t>(7 * i + gradient) &&
+                s.mix.exp_avg[i] == static_cast<float>(i) * 2 + 1 &&
+                s.mix.exp_avg_sq[i] == static_cast<float>(2 * i) * 2 + 1,
+            "Adam mix");
+  }
+  // Ordinary numbers everywhere again.
+  whole([&](ElementRange r) {
+    pass_write(s.a + r.begin, 8.0f, r.size());
+    pass_write(s.b + r.begin, 2.0f, r.size());
+    pass_write(s.c + r.begin, 2.0f, r.size());
+  });
+}
+
+// Where threads run and where the memory is.
+struct Place {
+  std::string label;
+  std::vector<int> cpus;
+  std::vector<int> memory_nodes;
+  bool crossing = false;
+};
+
+std::vector<Place> places(const std::vector<NumaNode>& nodes) {
+  std::vector<Place> all;
+  Place everywhere{"all, interleaved", {}, {}};
+  for (const NumaNode& node : nodes) {
+    const std::string label = "node " + std::to_string(node.index);
+    all.push_back({label, node.cpus, {node.index}});
+    everywhere.cpus.insert(everywhere.cpus.end(), node.cpus.begin(), node.cpus.end());
+    everywhere.memory_nodes.push_back(node.index);
+    for (const NumaNode& memory : nodes) {
+      if (memory.index == node.index) continue;
+      all.push_back({label + " to " + std::to_string(memory.index), node.cpus, {memory.index}, true});
+    }
+  }
+  if (nodes.size() > 1) all.push_back(std::move(everywhere));
+  return all;
+}
+
+// GB/s by pass and round.
+using Rates = std::vector<std::vector<double>>;
+
+Rates measure(const std::vector<Pass>& all, const Streams& streams, ThreadPool& pool, int rounds,
+              double seconds) {
+  Rates rates(all.size());
+  for (const Pass& pass : all) rate(pass, streams, pool);
+  const auto begin = std::chrono::steady_clock::now();
+  for (int round = 0; round < rounds; ++round) {
+    for (std::size_t i = 0; i < all.size(); ++i) rates[i].push_back(rate(all[i], streams, pool));
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+    if (round >= 2 && took.count() > seconds) break;
+  }
+  return rates;
+}
+
+// Of the place and the number of threads at which the Adam mix is fastest.
+struct Best {
+  std::string place;
+  unsigned threads = 0;
+  double mix = 0, of_triad = 0, of_streaming_triad = 0;
+};
+
+std::string verdict(const Best& best) {
+  char text[512];
+  std::snprintf(
+      text, sizeof text,
+      "The Adam mix moves %.1f GB/s at best (%s, %u threads): %.1f %% of STREAM's triad as STREAM counts, "
+      "%.1f %% as memory sees it, which also reads each line that the triad writes%s.",
+      best.mix, best.place.c_str(), best.threads, 100 * best.of_triad, 100 * best.of_triad * 12 / 16,
+      best.of_streaming_triad == 0
+          ? ""
+          : (", and " + number(100 * best.of_streaming_triad).shown + " % of the triad with streaming stores")
+                .c_str());
+  return text;
+}
+
+void run(const Arguments& arguments, Report& report) {
+  const bool quick = arguments.quick();
+  const std::int64_t mib = quick ? 8 : arguments.count("--mib");
+  const std::int64_t elements = mib * (1 << 20) / 4;
+  const std::size_t bytes = 3 * (static_cast<std::size_t>(elements) * 4 + 4096);
+  require_host_memory(bytes);
+  const std::vector<Pass> all = passes();
+  const std::vector<Place> where = places(numa_nodes());
+
+  std::vector<Column> columns{{"where", "place"}, {"threads", "threads"}};
+  for (const Pass& pass : all) columns.push_back({pass.title, pass.key});
+  columns.push_back({"Adam/triad", "adam_mix_of_triad"});
+  Table table("GB/s as STREAM counts them, three arrays of " + std::to_string(mib) + " MiB", columns);
+  Best best;
+  for (const Place& place : where) {
+    const unsigned most = std::min(usable_cores(), static_cast<unsigned>(place.cpus.size()));
+    const std::vector<unsigned> counts = place.crossing ? std::vector{most} : thread_counts(most);
+    NodeMemory memory(bytes, place.memory_nodes);
+    const Streams streams(memory.data(), elements);
+    ThreadPool everyone(most);
+    everyone.run([&](unsigned, unsigned) { run_on(place.cpus); });
+    memory.touch(everyone);
+    verify(streams, everyone);
+    for (const unsigned threads : counts) {
+      ThreadPool pool(threads);
+      pool.run([&](unsigned, unsigned) { run_on(place.cpus); });
+      const Rates rates = measure(all, streams, pool, quick ? 3 : 9,
+                                  kSecondsInAll / static_cast<double>(where.size() * counts.size()));
+      std::vector<Cell> row{place.label, threads};
+      for (const std::vector<double>& samples : rates) row.push_back(spread(spread_of(samples)));
+      const double of_triad = median_ratio(rates[kMix], rates[kTriad]);
+      row.push_back(share(of_triad));
+      table.add(std::move(row));
+      const double mix = spread_of(rates[kMix]).median;
+      if (mix <= best.mix) continue;
+      best = {place.label, threads, mix, of_triad,
+              all.size() > kStreamingTriad ? median_ratio(rates[kMix], rates[kStreamingTriad]) : 0};
+    }
+  }
+  report.add("passes", table);
+  report.set("verified", true);
+  report.set("adam_mix_gb_per_s", best.mix);
+  report.set("adam_mix_of_triad", best.of_triad);
+  report.set("adam_mix_of_streaming_triad", best.of_streaming_triad);
+  report.note(verdict(best));
+}
+
+}  // namespace
+}  // namespace megatrain::bench
+
+int main(int argc, char** argv) {
+  return megatrain::bench::run_program(argc, argv,
+                                       {"host_memory",
+                                        "what the host's memory can do, by pass, threads and NUMA node",
+                                        {{"--mib", "N", "512", "size of each of the three arrays"}},
+                                        megatrain::bench::run});
+}
