@@ -2,6 +2,7 @@
 // same streams without its arithmetic. All take turns on the same memory, round by round.
 #include <algorithm>
 #include <chrono>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -10,6 +11,7 @@
 #include "base/error.h"
 #include "device/host_memory.h"
 #include "program.h"
+#include "qwen_layers.h"
 
 namespace megatrain::bench {
 namespace {
@@ -78,7 +80,9 @@ void measure(std::vector<Entry>& all, ThreadPool& pool, std::int64_t parameters,
 
 void run(const Arguments& arguments, Report& report) {
   const bool quick = arguments.quick();
-  const std::int64_t parameters = quick ? 1 << 20 : arguments.count("--parameters");
+  const std::vector<std::int64_t> layer = qwen_layer(arguments.text("--layer"));
+  const std::int64_t parameters =
+      std::accumulate(layer.begin(), layer.end(), std::int64_t{0}) / (quick ? 64 : 1);
   std::vector<std::int64_t> threads = arguments.counts("--threads");
   if (threads.empty()) threads = {static_cast<std::int64_t>(usable_cores())};
   require_host_memory(AdamMemory::bytes(parameters));
@@ -87,7 +91,7 @@ void run(const Arguments& arguments, Report& report) {
   AdamMemory memory(parameters, {}, everyone);
   verify(memory, everyone);
   report.set("verified", true);
-  Table table(std::to_string(parameters) + " parameters, in turn on the same memory",
+  Table table("A layer of " + std::to_string(parameters) + " parameters, in turn on the same memory",
               {{"format", "format"},
                {"B/param", "bytes_per_parameter"},
                {"threads", "threads"},
@@ -127,7 +131,7 @@ int main(int argc, char** argv) {
       argc, argv,
       {"adam",
        "how close AdamW comes to the speed of memory",
-       {{"--parameters", "N", "67108864", "a pass"},
+       {{"--layer", "MODEL", "1.5b", "updates a layer of Qwen2.5 0.5b, 1.5b, 3b, 7b or 14b"},
         {"--threads", "LIST", "", "numbers of threads, such as 1,4,16 (default: all usable cores)"}},
        megatrain::bench::run});
 }
