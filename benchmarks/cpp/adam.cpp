@@ -2,7 +2,6 @@
 // same streams without its arithmetic. All take turns on the same memory, round by round.
 #include <algorithm>
 #include <chrono>
-#include <numeric>
 #include <string>
 #include <vector>
 
@@ -80,9 +79,7 @@ void measure(std::vector<Entry>& all, ThreadPool& pool, std::int64_t parameters,
 
 void run(const Arguments& arguments, Report& report) {
   const bool quick = arguments.quick();
-  const std::vector<std::int64_t> layer = qwen_layer(arguments.text("--layer"));
-  const std::int64_t parameters =
-      std::accumulate(layer.begin(), layer.end(), std::int64_t{0}) / (quick ? 64 : 1);
+  const std::int64_t parameters = qwen_layer_elements(arguments.text("--layer")) / (quick ? 64 : 1);
   std::vector<std::int64_t> threads = arguments.counts("--threads");
   if (threads.empty()) threads = {static_cast<std::int64_t>(usable_cores())};
   require_host_memory(AdamMemory::bytes(parameters));

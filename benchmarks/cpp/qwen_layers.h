@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -26,6 +27,11 @@ inline std::vector<std::int64_t> qwen_layer(const std::string& model) {
   const auto [h, i, kv] = qwen_shape(model);
   return {h * h, h,     kv * h, kv, kv * h, kv, h * h,  // q, k, v with biases, o
           i * h, i * h, h * i,  h,  h};                 // gate, up, down, two norms
+}
+
+inline std::int64_t qwen_layer_elements(const std::string& model) {
+  const std::vector<std::int64_t> sizes = qwen_layer(model);
+  return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{0});
 }
 
 }  // namespace megatrain::bench
