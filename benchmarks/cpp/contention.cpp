@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "adam_formats.h"
+#include "adam_tile.h"
 #include "base/cpu.h"
 #include "base/error.h"
 #include "cuda_tools.h"
@@ -100,7 +100,7 @@ struct Rates {
 
 class Contest {
  public:
-  Contest(Backend& gpu, AdamMemory& adam, ThreadPool& pool, std::size_t bytes, double seconds)
+  Contest(Backend& gpu, AdamTile& adam, ThreadPool& pool, std::size_t bytes, double seconds)
       : adam_(adam),
         seconds_(seconds),
         source_(gpu, pool, bytes, true),
@@ -133,9 +133,8 @@ class Contest {
 
  private:
   void update(ThreadPool& pool) {
-    const AdamFormat& format = adam_.formats().front();
     const Isa isa = select_isa("");
-    over_parameters(pool, adam_.parameters(), [&](ElementRange range) { format.update(isa, range); });
+    over_tile(pool, adam_, [&](ElementRange range) { adam_.update(isa, range); });
   }
 
   // Whole passes until the time is over.
@@ -146,7 +145,7 @@ class Contest {
       update(pool);
       ++passes;
     } while (seconds_since(begin) < seconds_);
-    return passes * static_cast<double>(adam_.parameters()) / seconds_since(begin) / 1e9;
+    return passes * static_cast<double>(adam_.elements()) / seconds_since(begin) / 1e9;
   }
 
   template <class Body>
@@ -164,7 +163,7 @@ class Contest {
     return rates;
   }
 
-  AdamMemory& adam_;
+  AdamTile& adam_;
   const double seconds_;
   HostBuffer source_, target_;
   DeviceMemory device_source_, device_target_;
@@ -204,10 +203,10 @@ void run(const Arguments& arguments, Report& report) {
   Backend& gpu = *gpus[device];
   const std::int64_t parameters = qwen_layer_elements(arguments.text("--layer")) / (quick ? 64 : 1);
   const std::size_t copy_bytes = std::size_t{quick ? 4u : 64u} << 20;
-  require_host_memory(AdamMemory::bytes(parameters) + 2 * copy_bytes);
+  require_host_memory(AdamTile::bytes(TileFormat::kBf16Split, parameters) + 2 * copy_bytes);
 
   ThreadPool everyone(usable_cores());
-  AdamMemory adam(parameters, {gpu.numa_node()}, everyone);
+  AdamTile adam(TileFormat::kBf16Split, parameters, {gpu.numa_node()}, everyone);
   Contest contest(gpu, adam, everyone, copy_bytes, quick ? 0.02 : 0.4);
   const std::vector<unsigned> steps = thread_steps(usable_cores());
   std::vector<std::unique_ptr<ThreadPool>> pools;

@@ -1,18 +1,22 @@
-// Stands in for cuda_tools.cpp in builds without the CUDA toolkit.
+// Stands in for cuda_tools.cpp in builds without the CUDA toolkit or without its compiler.
 #include "cuda_tools.h"
 #include "program.h"
 
 namespace megatrain::bench {
 namespace {
 
-[[noreturn]] void throw_lacking() { throw Lacking("needs a CUDA device: " + cuda_unavailable_reason()); }
+std::string reason() {
+  return cuda_device_count() > 0 ? "built without nvcc, the CUDA compiler" : cuda_unavailable_reason();
+}
+
+[[noreturn]] void throw_lacking() { throw Lacking("needs a CUDA device: " + reason()); }
 
 }  // namespace
 
 struct Latch::Flag {};
 
 std::vector<GpuFacts> gpu_facts() { return {}; }
-std::string cuda_versions() { return "no GPU: " + cuda_unavailable_reason(); }
+std::string cuda_versions() { return "no GPU: " + reason(); }
 std::vector<std::shared_ptr<Backend>> require_gpus() { throw_lacking(); }
 
 DeviceMemory::DeviceMemory(int device, std::size_t) : device_(device) { throw_lacking(); }

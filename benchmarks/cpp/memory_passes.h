@@ -1,14 +1,15 @@
 // One pass over memory of each kind, by one thread over its own range: those of STREAM, and one
-// with the streams of AdamW but next to no arithmetic, which shows what its bytes cost.
+// with the streams of an update but no arithmetic, which shows what its bytes cost.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace megatrain::bench {
 
 // Bytes an element are counted as STREAM counts them: what the program reads and writes. A store
 // without a preceding load makes the cache read the line first (write-allocate): such passes move
-// more than is counted, those of AdamW do not, since all they write has just been read.
+// more than is counted; an update does not, since all that it writes has just been read.
 std::uint64_t pass_read(const float* a, std::int64_t count);             // 4; a sum, to be used
 void pass_write(float* a, float value, std::int64_t count);              // 4 (8 moved)
 void pass_copy(float* a, const float* b, std::int64_t count);            // 8 (12 moved)
@@ -18,31 +19,16 @@ void pass_triad(float* a, const float* b, const float* c, float scalar,  // 12 (
 extern const bool kHasStreamingStores;
 void pass_triad_streaming(float* a, const float* b, const float* c, float scalar, std::int64_t count);
 
-// high += gradient & mask; low += gradient & mask; moments = moments * scale + shift. With mask 0,
-// scale 1 and shift 0 nothing changes, so that the same memory can be AdamW's in the next round.
-struct MixScalars {
-  std::uint16_t mask = 0;
-  float scale = 1;
-  float shift = 0;
+// The mix of streams that an update has: each is read, and some are written back in place, a few
+// cache lines of each in turn. With mask 0 what is written is what was read.
+struct MixStream {
+  std::byte* data;
+  int element_bytes;
+  bool written;
 };
-struct SplitMix {  // 26 bytes a parameter: 2 + 2 + 2 + 4 + 4 read, 2 + 2 + 4 + 4 written
-  std::uint16_t* high;
-  std::uint16_t* low;
-  const std::uint16_t* gradient;
-  float* exp_avg;
-  float* exp_avg_sq;
-  std::int64_t count;
-};
-void pass_mix(const SplitMix& streams, const MixScalars& scalars);
-
-// weight = weight + gradient * shift; moments as above.
-struct FloatMix {  // 28 bytes a parameter: 4 times 4 read, 3 times 4 written
-  float* weight;
-  const float* gradient;
-  float* exp_avg;
-  float* exp_avg_sq;
-  std::int64_t count;
-};
-void pass_mix(const FloatMix& streams, const MixScalars& scalars);
+// Elements [begin, end) of all streams; words become word ^ mask. Returns a sum of what was only read,
+// to be used.
+std::uint32_t pass_mix(const MixStream* streams, int count, std::int64_t begin, std::int64_t end,
+                       std::uint32_t mask);
 
 }  // namespace megatrain::bench

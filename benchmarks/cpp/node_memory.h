@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdint>
 #include <vector>
 
 #include "base/thread_pool.h"
@@ -30,21 +29,6 @@ class NodeMemory {
  private:
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
-};
-
-// Hands out parts of a memory, each from a 4 KiB boundary on, as the sections of a tile are.
-class Carver {
- public:
-  explicit Carver(std::byte* next) : next_(next) {}
-  template <class T>
-  T* take(std::int64_t count) {
-    std::byte* const here = next_;
-    next_ += (static_cast<std::size_t>(count) * sizeof(T) + 4095) / 4096 * 4096;
-    return reinterpret_cast<T*>(here);
-  }
-
- private:
-  std::byte* next_;
 };
 
 }  // namespace megatrain::bench
