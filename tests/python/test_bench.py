@@ -203,3 +203,22 @@ def test_they_need_no_library_but_the_systems() -> None:
         needed = re.findall(r"\(NEEDED\).*\[(.+?)\]", listing)
         assert needed
         assert [lib for lib in needed if not re.match(r"(libc|libm|libdl|librt|libpthread|ld-linux.*)\.so", lib)] == []
+
+
+def test_all_and_their_summary(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "all.json"
+    assert main(["bench", "all", "--quick", "--json", str(path)]) == 0
+    shown = capfd.readouterr().out
+    results = json.loads(path.read_text())
+    assert list(results) == ["pcie_saturation", "host_memory", "adam", "contention", "pipeline"]
+    for name, result in results.items():
+        assert result["program"] == name
+    summary = shown[shown.rindex("\n\n") :]
+    lines = ["STREAM triad", "the update's bytes alone", "update, bf16_split", "update, fp32", "ring, updates"]
+    if HAS_GPU:
+        lines += ["copies up", "copies down", "both at once", "a layer, one burst up", "update threads"]
+    else:
+        lines += [rf"{name} +- +needs a CUDA device" for name in NEED_GPU]
+    for line in lines:
+        assert re.search(rf"^{line}", summary, re.MULTILINE), line
+    assert main(["bench", "all", "--threads", "2"]) == 2
