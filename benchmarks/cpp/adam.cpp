@@ -6,7 +6,6 @@
 #include <functional>
 #include <memory>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "adam_tile.h"
@@ -24,25 +23,19 @@ constexpr double kSecondsInAll = 60;
 // Parameters whose update is compared between instruction sets; not a multiple of any vector.
 constexpr std::int64_t kVerified = 100003;
 
-// One thing that is timed: a format by an instruction set, or its mix.
+// A format by an instruction set, timed next to its mix: what is compared are neighbours in time.
 struct Entry {
   AdamTile* tile;
-  std::string variant;
-  std::function<void(ElementRange)> body;
-  std::vector<double> rates;  // parameters/s, by round
+  Isa isa;
+  std::vector<double> mix, update;  // parameters/s, by round
 };
 
 using Tiles = std::vector<std::unique_ptr<AdamTile>>;
 
-// The mix first in each format.
 std::vector<Entry> entries(const Tiles& tiles) {
   std::vector<Entry> all;
-  for (const auto& owned : tiles) {
-    AdamTile* const tile = owned.get();
-    all.push_back({tile, "mix alone", [tile](ElementRange range) { tile->mix(range); }, {}});
-    for (const Isa isa : supported_isas()) {
-      all.push_back({tile, isa_name(isa), [tile, isa](ElementRange range) { tile->update(isa, range); }, {}});
-    }
+  for (const auto& tile : tiles) {
+    for (const Isa isa : supported_isas()) all.push_back({tile.get(), isa, {}, {}});
   }
   return all;
 }
@@ -66,19 +59,40 @@ void verify(AdamTile& tile, ThreadPool& pool) {
   tile.reset(pool);
 }
 
-void measure(std::vector<Entry>& all, ThreadPool& pool, int rounds, double seconds) {
-  for (Entry& entry : all) over_tile(pool, *entry.tile, entry.body);
+// Parameters/s of one pass.
+double rate(ThreadPool& pool, const AdamTile& tile, const std::function<void(ElementRange)>& body) {
   const auto begin = std::chrono::steady_clock::now();
-  for (int round = 0; round < rounds; ++round) {
-    auto last = std::chrono::steady_clock::now();
+  over_tile(pool, tile, body);
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  return static_cast<double>(tile.elements()) / took.count();
+}
+
+void measure(std::vector<Entry>& all, ThreadPool& pool, int rounds, double seconds) {
+  const auto begin = std::chrono::steady_clock::now();
+  for (int round = -1; round < rounds; ++round) {  // the first warms up
     for (Entry& entry : all) {
-      over_tile(pool, *entry.tile, entry.body);
-      const auto now = std::chrono::steady_clock::now();
-      entry.rates.push_back(static_cast<double>(entry.tile->elements()) /
-                            std::chrono::duration<double>(now - std::exchange(last, now)).count());
+      AdamTile& tile = *entry.tile;
+      const double mix = rate(pool, tile, [&](ElementRange range) { tile.mix(range); });
+      const double update = rate(pool, tile, [&](ElementRange range) { tile.update(entry.isa, range); });
+      if (round < 0) continue;
+      entry.mix.push_back(mix);
+      entry.update.push_back(update);
     }
-    if (round >= 2 && std::chrono::duration<double>(last - begin).count() > seconds) break;
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+    if (round >= 2 && took.count() > seconds) break;
   }
+}
+
+void add_row(Table& table, const AdamTile& tile, std::int64_t threads, const char* variant,
+             const std::vector<double>& rates, double of_mix) {
+  const double bytes_each = tile.bytes_per_parameter();
+  std::vector<double> gigabytes, millions;
+  for (const double rate : rates) {
+    gigabytes.push_back(rate * bytes_each / 1e9);
+    millions.push_back(rate / 1e6);
+  }
+  table.add({format_name(tile.format()), number(bytes_each, 0), threads, variant,
+             spread(spread_of(gigabytes)), spread(spread_of(millions), 0), share(of_mix)});
 }
 
 void run(const Arguments& arguments, Report& report) {
@@ -109,18 +123,17 @@ void run(const Arguments& arguments, Report& report) {
     ThreadPool pool(static_cast<unsigned>(count));
     std::vector<Entry> all = entries(tiles);
     measure(all, pool, quick ? 3 : 21, kSecondsInAll / static_cast<double>(threads.size()));
-    const Entry* mix = nullptr;
-    for (const Entry& entry : all) {
-      if (!mix || mix->tile != entry.tile) mix = &entry;
-      const double bytes_each = entry.tile->bytes_per_parameter();
-      std::vector<double> bandwidths, rates;
-      for (const double rate : entry.rates) {
-        bandwidths.push_back(rate * bytes_each / 1e9);
-        rates.push_back(rate / 1e6);
+    for (const auto& tile : tiles) {
+      std::vector<double> mix;
+      for (const Entry& entry : all) {
+        if (entry.tile == tile.get()) mix.insert(mix.end(), entry.mix.begin(), entry.mix.end());
       }
-      table.add({format_name(entry.tile->format()), number(bytes_each, 0), count, entry.variant,
-                 spread(spread_of(bandwidths)), spread(spread_of(rates), 0),
-                 share(median_ratio(entry.rates, mix->rates))});
+      add_row(table, *tile, count, "mix alone", mix, 1);
+      for (const Entry& entry : all) {
+        if (entry.tile != tile.get()) continue;
+        add_row(table, *tile, count, isa_name(entry.isa), entry.update,
+                median_ratio(entry.update, entry.mix));
+      }
     }
   }
   report.add("adam", table);
