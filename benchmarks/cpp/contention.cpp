@@ -5,19 +5,17 @@
 // down, and updates it once. The slowest of the three decides what the ring can do; its rate is
 // min(up / 4, down / 2, updates). Recommended is the fewest threads that come within 2 % of the best.
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <cstdio>
-#include <exception>
 #include <memory>
 #include <string>
 #include <thread>
-#include <utility>
 #include <vector>
 
 #include "adam_tile.h"
 #include "base/cpu.h"
 #include "base/error.h"
+#include "copy_flow.h"
 #include "cuda_tools.h"
 #include "device/host_memory.h"
 #include "program.h"
@@ -29,67 +27,10 @@ namespace {
 constexpr double kUpBytes = 4, kDownBytes = 2;  // a parameter and step
 constexpr double kGoodEnough = 0.98;
 constexpr double kKept = 0.8;
-constexpr int kInFlight = 4;
 
 double seconds_since(std::chrono::steady_clock::time_point begin) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
-
-// Copies in one direction without a pause, by a thread that sleeps while they run.
-class Flow {
- public:
-  Flow(Backend& gpu, CopyKind kind, std::byte* host, std::byte* device, std::size_t bytes)
-      : gpu_(gpu), kind_(kind), host_(host), device_(device), bytes_(bytes) {
-    const std::string name = kind == CopyKind::kHostToDevice ? "bench-up" : "bench-down";
-    stream_ = gpu.create_stream(name);
-    for (Event& end : ends_) end = gpu.create_event(name);
-  }
-  ~Flow() {
-    running_ = false;
-    if (thread_.joinable()) thread_.join();
-  }
-
-  void start() {
-    running_ = true;
-    thread_ = std::thread([this] {
-      try {
-        copy();
-      } catch (...) {
-        failure_ = std::current_exception();
-      }
-    });
-  }
-  void stop() {
-    running_ = false;
-    if (thread_.joinable()) thread_.join();
-    if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
-  }
-  double copied() const noexcept { return static_cast<double>(copies_) * static_cast<double>(bytes_); }
-
- private:
-  void copy() {
-    const bool up = kind_ == CopyKind::kHostToDevice;
-    for (std::size_t i = 0; running_; ++i) {
-      Event& end = ends_[i % kInFlight];
-      gpu_.synchronize(end.view());
-      if (i >= kInFlight) ++copies_;
-      gpu_.copy(up ? device_ : host_, up ? host_ : device_, bytes_, kind_, stream_);
-      gpu_.record(end.view(), stream_);
-    }
-    gpu_.synchronize(stream_.view());
-  }
-
-  Backend& gpu_;
-  const CopyKind kind_;
-  std::byte *host_, *device_;
-  const std::size_t bytes_;
-  Stream stream_;
-  Event ends_[kInFlight];
-  std::atomic<bool> running_{false};
-  std::atomic<std::int64_t> copies_{0};
-  std::exception_ptr failure_;
-  std::thread thread_;
-};
 
 struct Rates {
   double up = 0, down = 0;  // GB/s
@@ -167,7 +108,7 @@ class Contest {
   const double seconds_;
   HostBuffer source_, target_;
   DeviceMemory device_source_, device_target_;
-  Flow up_, down_;
+  CopyFlow up_, down_;
 };
 
 // 1, 2, 3, 4, 6, 8, 12, ... and the last two.

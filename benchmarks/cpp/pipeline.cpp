@@ -22,13 +22,12 @@ struct Parts {
   double longest() const { return std::max({compute, up, down, updates}); }
 };
 
-// What no order of work can beat when updates wait for the end of backward: then forward of layer l
-// waits for the updates of layers 0 ... l, and backward overlaps none.
+// What no order of work can beat when updates wait for the end of backward: forward of layer l waits
+// for the updates of layers 0 ... l, backward overlaps none, and each has its own copies.
 double floor_after_backward(const Parts& parts, int layers) {
-  const double forward = parts.compute * kForwardShare;
-  const double a_layer = forward / layers, an_update = parts.updates / layers;
-  const double forward_behind_updates = std::max(parts.updates + a_layer, an_update + forward);
-  return std::max(parts.longest(), forward_behind_updates + parts.compute - forward);
+  const double forward = parts.compute * kForwardShare, backward = parts.compute - forward;
+  const double behind_updates = std::max(parts.updates + forward / layers, parts.updates / layers + forward);
+  return std::max(behind_updates, parts.up / 2) + std::max({backward, parts.up / 2, parts.down});
 }
 
 struct Level {
