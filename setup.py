@@ -1,4 +1,4 @@
-"""Bridge from setuptools to CMake: builds megatrain._native. Metadata is in pyproject.toml.
+"""Bridge from setuptools to CMake: builds megatrain._native and the benchmark programs. Metadata is in pyproject.toml.
 
 Environment: MEGATRAIN_CUDA (AUTO, ON or OFF) and CMAKE_ARGS (further arguments, as in a shell).
 """
@@ -33,11 +33,12 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja') or 'ninja'}",
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DPython_EXECUTABLE={sys.executable}",
+            "-DMEGATRAIN_BUILD_BENCHMARKS=ON",
             f"-DMEGATRAIN_CUDA={os.environ.get('MEGATRAIN_CUDA', 'AUTO')}",
             *shlex.split(os.environ.get("CMAKE_ARGS", "")),
         ]
         subprocess.run(configure, check=True)
-        subprocess.run(["cmake", "--build", str(build), "--target", "_native"], check=True)
+        subprocess.run(["cmake", "--build", str(build)], check=True)
         subprocess.run(["cmake", "--install", str(build), "--prefix", str(package)], check=True)
 
 

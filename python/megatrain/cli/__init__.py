@@ -14,6 +14,7 @@ from megatrain.train.errors import RunError, UserError, one_line
 _COMMANDS = {
     "train": "train or fine-tune a language model from a YAML file",
     "info": "show what megatrain sees of this machine",
+    "bench": "measure what the machine's memory, link and GPU can do, and whether megatrain reaches it",
 }
 
 
@@ -53,8 +54,8 @@ def _run(argv: Sequence[str]) -> int:
         arguments = parser.parse_args(argv)
     except SystemExit as exit_:  # --help and --version
         return int(exit_.code or 0)
-    arguments.run(arguments)
-    return 0
+    status: int | None = arguments.run(arguments)
+    return status or 0
 
 
 def _fail(message: object, status: int) -> int:

@@ -1,0 +1,157 @@
+// How close AdamW comes to the speed of memory: every instruction set and format beside a pass of the
+// same bytes without its arithmetic, on the same memory. All take turns, round by round.
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "adam_tile.h"
+#include "base/cpu.h"
+#include "base/error.h"
+#include "device/host_memory.h"
+#include "program.h"
+#include "qwen_layers.h"
+
+namespace megatrain::bench {
+namespace {
+
+constexpr double kSecondsInAll = 60;
+
+// Parameters whose update is compared between instruction sets; not a multiple of any vector.
+constexpr std::int64_t kVerified = 100003;
+
+// A format by an instruction set, timed next to its mix: what is compared are neighbours in time.
+struct Entry {
+  AdamTile* tile;
+  Isa isa;
+  std::vector<double> mix, update;  // parameters/s, by round
+};
+
+using Tiles = std::vector<std::unique_ptr<AdamTile>>;
+
+std::vector<Entry> entries(const Tiles& tiles) {
+  std::vector<Entry> all;
+  for (const auto& tile : tiles) {
+    for (const Isa isa : supported_isas()) all.push_back({tile.get(), isa, {}, {}});
+  }
+  return all;
+}
+
+// Every instruction set writes the bits of the scalar one, and the mix changes nothing.
+void verify(AdamTile& tile, ThreadPool& pool) {
+  const ElementRange range{0, std::min(kVerified, tile.elements())};
+  const std::string name = format_name(tile.format());
+  const std::uint64_t before = tile.digest(range);
+  tile.mix(range);
+  if (tile.digest(range) != before) throw OutsideError("the mix of " + name + " changed its memory");
+  tile.update(Isa::kScalar, range);
+  const std::uint64_t expected = tile.digest(range);
+  if (expected == before) throw OutsideError("the update of " + name + " changed nothing");
+  for (const Isa isa : supported_isas()) {
+    tile.reset(pool);
+    tile.update(isa, range);
+    if (tile.digest(range) == expected) continue;
+    throw OutsideError("the update of " + name + " by " + isa_name(isa) + " differs from the scalar one");
+  }
+  tile.reset(pool);
+}
+
+// Parameters/s of one pass.
+double rate(ThreadPool& pool, const AdamTile& tile, const std::function<void(ElementRange)>& body) {
+  const auto begin = std::chrono::steady_clock::now();
+  over_tile(pool, tile, body);
+  const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+  return static_cast<double>(tile.elements()) / took.count();
+}
+
+void measure(std::vector<Entry>& all, ThreadPool& pool, int rounds, double seconds) {
+  const auto begin = std::chrono::steady_clock::now();
+  for (int round = -1; round < rounds; ++round) {  // the first warms up
+    for (Entry& entry : all) {
+      AdamTile& tile = *entry.tile;
+      const double mix = rate(pool, tile, [&](ElementRange range) { tile.mix(range); });
+      const double update = rate(pool, tile, [&](ElementRange range) { tile.update(entry.isa, range); });
+      if (round < 0) continue;
+      entry.mix.push_back(mix);
+      entry.update.push_back(update);
+    }
+    const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
+    if (round >= 2 && took.count() > seconds) break;
+  }
+}
+
+void add_row(Table& table, const AdamTile& tile, std::int64_t threads, const char* variant,
+             const std::vector<double>& rates, double of_mix) {
+  const double bytes_each = tile.bytes_per_parameter();
+  std::vector<double> gigabytes, millions;
+  for (const double rate : rates) {
+    gigabytes.push_back(rate * bytes_each / 1e9);
+    millions.push_back(rate / 1e6);
+  }
+  table.add({format_name(tile.format()), number(bytes_each, 0), threads, variant,
+             spread(spread_of(gigabytes)), spread(spread_of(millions), 0), share(of_mix)});
+}
+
+void run(const Arguments& arguments, Report& report) {
+  const bool quick = arguments.quick();
+  const std::int64_t parameters = qwen_layer_elements(arguments.text("--layer")) / (quick ? 64 : 1);
+  std::vector<std::int64_t> threads = arguments.counts("--threads");
+  if (threads.empty()) threads = {static_cast<std::int64_t>(usable_cores())};
+  std::size_t bytes = 0;
+  for (const TileFormat format : adam_formats()) bytes += AdamTile::bytes(format, parameters);
+  require_host_memory(bytes);
+
+  ThreadPool everyone(usable_cores());
+  Tiles tiles;
+  for (const TileFormat format : adam_formats()) {
+    tiles.push_back(std::make_unique<AdamTile>(format, parameters, std::vector<int>{}, everyone));
+    verify(*tiles.back(), everyone);
+  }
+  report.set("verified", true);
+  Table table("A layer of " + std::to_string(parameters) + " parameters, all in turn",
+              {{"format", "format"},
+               {"B/param", "bytes_per_parameter"},
+               {"threads", "threads"},
+               {"variant", "variant"},
+               {"GB/s", "gb_per_s"},
+               {"Mparam/s", "mparam_per_s"},
+               {"of mix", "of_mix"}});
+  for (const std::int64_t count : threads) {
+    ThreadPool pool(static_cast<unsigned>(count));
+    std::vector<Entry> all = entries(tiles);
+    measure(all, pool, quick ? 3 : 21, kSecondsInAll / static_cast<double>(threads.size()));
+    for (const auto& tile : tiles) {
+      std::vector<double> mix;
+      for (const Entry& entry : all) {
+        if (entry.tile == tile.get()) mix.insert(mix.end(), entry.mix.begin(), entry.mix.end());
+      }
+      add_row(table, *tile, count, "mix alone", mix, 1);
+      for (const Entry& entry : all) {
+        if (entry.tile != tile.get()) continue;
+        add_row(table, *tile, count, isa_name(entry.isa), entry.update,
+                median_ratio(entry.update, entry.mix));
+      }
+    }
+  }
+  report.add("adam", table);
+  report.note(
+      "\"of mix\" is the share of a pass that reads and writes the same streams without any arithmetic. "
+      "All "
+      "variants wrote the same bits.");
+}
+
+}  // namespace
+}  // namespace megatrain::bench
+
+int main(int argc, char** argv) {
+  return megatrain::bench::run_program(
+      argc, argv,
+      {"adam",
+       "how close AdamW comes to the speed of memory",
+       {{"--layer", "MODEL", "1.5b", "updates a layer of Qwen2.5 0.5b, 1.5b, 3b, 7b or 14b"},
+        {"--threads", "LIST", "", "numbers of threads, such as 1,4,16 (default: all usable cores)"}},
+       megatrain::bench::run});
+}

@@ -1,0 +1,43 @@
+// Copies in one direction without a pause, by a thread that sleeps while they run. Used by one thread.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <exception>
+#include <thread>
+
+#include "device/backend.h"
+
+namespace megatrain::bench {
+
+class CopyFlow {
+ public:
+  // Between these ranges of `bytes`, again and again.
+  CopyFlow(Backend& gpu, CopyKind kind, std::byte* host, std::byte* device, std::size_t bytes);
+  CopyFlow(const CopyFlow&) = delete;
+  CopyFlow& operator=(const CopyFlow&) = delete;
+  ~CopyFlow();
+
+  void start();
+  void stop();  // throws what went wrong in the thread
+  double copied() const noexcept { return static_cast<double>(copies_) * static_cast<double>(bytes_); }
+
+ private:
+  static constexpr int kInFlight = 4;
+  void copy();
+
+  Backend& gpu_;
+  const CopyKind kind_;
+  std::byte* const host_;
+  std::byte* const device_;
+  const std::size_t bytes_;
+  Stream stream_;
+  Event ends_[kInFlight];
+  std::atomic<bool> running_{false};
+  std::atomic<std::int64_t> copies_{0};  // that have ended
+  std::exception_ptr failure_;           // read after the thread has ended
+  std::thread thread_;
+};
+
+}  // namespace megatrain::bench

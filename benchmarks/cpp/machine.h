@@ -1,0 +1,25 @@
+// What the figures were measured on: processor, memory, NUMA nodes, GPUs.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "json.h"
+
+namespace megatrain::bench {
+
+struct NumaNode {
+  int index = 0;
+  std::vector<int> cpus;  // those that this process may use; never empty
+};
+
+std::vector<NumaNode> numa_nodes();  // with CPUs for this process; at least one
+// Lets the calling thread run on these CPUs only. A preference: containers may forbid it.
+void run_on(const std::vector<int>& cpus);
+// 1, 2, 4, ... and `most` itself.
+std::vector<unsigned> thread_counts(unsigned most);
+
+Json machine_facts();
+std::string machine_text();  // the same in a few lines
+
+}  // namespace megatrain::bench
