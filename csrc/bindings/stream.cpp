@@ -87,8 +87,7 @@ void bind_slots(py::class_<Engine>& engine) {
           [](Engine& self, int slot, std::uintptr_t stream) { self.release(slot, stream_view(stream)); },
           py::arg("slot"), py::arg("stream"), ReleaseGil())
       .def(
-          "release_all",
-          [](Engine& self, std::uintptr_t stream) { self.release_all(stream_view(stream)); },
+          "release_all", [](Engine& self, std::uintptr_t stream) { self.release_all(stream_view(stream)); },
           py::arg("stream"), ReleaseGil())
       .def("version", &Engine::version, py::arg("tile"), ReleaseGil())
       .def("mark_edited", &Engine::mark_edited, py::arg("tile"), ReleaseGil());

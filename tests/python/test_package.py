@@ -17,7 +17,7 @@ import megatrain
 from megatrain import _native
 
 ROOT = Path(__file__).resolve().parents[2]
-EXTRAS = ("pydantic", "yaml", "rich", "datasets", "matplotlib")
+EXTRAS = ("pydantic", "yaml", "rich", "datasets", "matplotlib", "peft")
 
 
 def native_sources() -> Iterator[tuple[str, str]]:
