@@ -5,6 +5,7 @@ Environment: MEGATRAIN_CUDA (AUTO, ON or OFF) and CMAKE_ARGS (further arguments,
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -28,6 +29,8 @@ class CMakeBuild(build_ext):
             str(build),
             "-G",
             "Ninja",
+            # pip builds in an environment that is gone at the next build, and the cache would name its ninja.
+            f"-DCMAKE_MAKE_PROGRAM={shutil.which('ninja') or 'ninja'}",
             "-DCMAKE_BUILD_TYPE=Release",
             f"-DPython_EXECUTABLE={sys.executable}",
             "-DMEGATRAIN_BUILD_BENCHMARKS=ON",

@@ -88,6 +88,7 @@ def main() -> None:
                 setup_peak = torch.cuda.max_memory_reserved() if on_cuda else 0
     model.synchronize()
     drained = time.perf_counter()
+    bandwidth = model.update_bandwidth()
     steady = (ends[-1] - ends[0]) / (arguments.steps - 1)
     result = dict(
         model=arguments.model,
@@ -100,6 +101,7 @@ def main() -> None:
         tokens_per_second=tokens / steady,
         tflops=flops / steady / 1e12,
         tflops_with_last_drain=flops * (arguments.steps - 1) / (drained - ends[0]) / 1e12,
+        update_bytes_per_second=bandwidth,
         host_bytes_per_parameter=memory.host_bytes_per_parameter,
         device_reserved_gib=(torch.cuda.max_memory_reserved() if on_cuda else 0) / (1 << 30),
         device_reserved_gib_first_step=setup_peak / (1 << 30),
@@ -117,7 +119,7 @@ def main() -> None:
         f"{result['tflops']:.1f} TFLOPS "
         f"({result['tflops_with_last_drain']:.1f} with the last step's updates drained); "
         f"device {result['device_reserved_gib']:.1f} GiB reserved, "
-        f"host {memory.host_bytes_per_parameter:.2f} B/parameter"
+        f"host {memory.host_bytes_per_parameter:.2f} B/parameter; updates at {bandwidth / 1e9:.0f} GB/s"
     )
 
 

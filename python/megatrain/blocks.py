@@ -133,7 +133,7 @@ class BlockProxy(nn.Module):
             block.skeleton.__dict__[hooks] = OrderedDict()
 
     @property  # type: ignore[misc]
-    def __class__(self) -> type:  # type: ignore[override]
+    def __class__(self) -> type:
         return type(self.__dict__["_block"].skeleton)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,7 +148,8 @@ class BlockProxy(nn.Module):
         return getattr(self.__dict__["_block"].skeleton, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self.__dict__["_block"].skeleton, name, value)
+        if name != "gradient_checkpointing":  # blocks are recomputed by the schedule
+            setattr(self.__dict__["_block"].skeleton, name, value)
 
     def __repr__(self) -> str:
         return f"Streamed({self.__dict__['_block'].skeleton!r})"

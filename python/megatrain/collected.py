@@ -27,7 +27,8 @@ class CollectedInside:
                 continue
             recorders = getattr(owner, "_can_record_outputs", None) or {}
             for name, places in recorders.items():
-                for inner in _collected(owner, places if isinstance(places, list) else [places]):
+                inner = next(_collected(owner, places if isinstance(places, list) else [places]), None)
+                if inner is not None:
                     config = getattr(owner, "config", None)
                     self._asked_by.setdefault((name, id(config)), (f"output_{name}", config, inner))
 
@@ -53,5 +54,6 @@ def _collected(owner: nn.Module, places: list[Any]) -> Iterator[str]:
                 wanted = place if isinstance(place, type) else getattr(place, "target_class", None)
                 suffix = place if isinstance(place, str) else getattr(place, "class_name", None)
                 name = f"{block.name}.{key}"
-                if key and (wanted and isinstance(inner, wanted) or suffix and name.endswith(suffix)):
+                meant = (wanted and isinstance(inner, wanted)) or (suffix and name.endswith(suffix))
+                if key and meant:
                     yield name

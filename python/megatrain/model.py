@@ -485,6 +485,13 @@ class StreamedModel:
         """What megatrain itself holds, on the host and on the device."""
         return memory_report(self._plan, self._tiles.store, self._weights.nbytes, self.settings.staging_bytes)
 
+    def update_bandwidth(self) -> float:
+        """Bytes per second that the updates in the trace read and wrote; 0 before the first. Waits for
+        updates that are queued."""
+        spans = [span for span in self._engine.trace() if span.kind == "update"]
+        nanoseconds = sum(span.end_ns - span.begin_ns for span in spans)
+        return sum(span.nbytes for span in spans) / nanoseconds * 1e9 if nanoseconds else 0.0
+
     def export_trace(self, path: str | os.PathLike[str]) -> None:
         """Copies, compute, updates and waits so far as a Chrome/Perfetto trace (JSON)."""
         write_chrome_trace(self._engine.trace(), [unit.name for unit in self._plan.units], path)

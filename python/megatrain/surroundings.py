@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,9 +53,11 @@ class Surroundings:
 
     @contextmanager
     def own_arithmetic(self, *, caches: bool = False) -> Iterator[None]:
-        """No autocast: bf16 weights need none, and its casts would outlive a slot."""
+        """No autocast: bf16 weights need none, and its casts would outlive a slot. The compute device is the
+        current one, which the native side makes it in any thread that calls it."""
         used = [(config, config.use_cache) for config in self._configs if config.use_cache and not caches]
-        with torch.autocast(self._device.type, enabled=False):
+        current = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+        with current, torch.autocast(self._device.type, enabled=False):
             try:
                 for config, _ in used:
                     config.use_cache = False

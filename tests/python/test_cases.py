@@ -404,6 +404,39 @@ def test_state_that_does_not_fit_changes_nothing() -> None:
         assert torch.equal(values, before[name]), name
 
 
+# 20: saving
+
+
+def test_saving_needs_no_second_copy() -> None:
+    script = textwrap.dedent(
+        """
+        import torch, megatrain, tempfile
+        from torch import nn
+        class M(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(12))
+            def forward(self, x):
+                for layer in self.layers:
+                    x = layer(x)
+                return x.square().mean()
+        def high_water():
+            return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) / 1024
+        model = megatrain.StreamedModel(M(), device="cpu", dtype=torch.float32)
+        weights = sum(p.numel() for p in model.parameters()) * 4 / 2**20
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder + "/first")  # imports
+            open("/proc/self/clear_refs", "w").write("5")
+            before = high_water()
+            model.save_pretrained(folder + "/second")
+            print(weights, high_water() - before)
+        """
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    weights, growth = map(float, done.stdout.split())
+    assert weights > 190 and growth < 40
+
+
 # 21: frozen tensors
 
 
@@ -548,6 +581,18 @@ def test_clipping_reaches_the_moments() -> None:
         model.synchronize()
         assert_close(ours["exp_avg"], theirs["exp_avg"], 2e-5, f"exp_avg of {name}")
         assert_close(ours["exp_avg_sq"], theirs["exp_avg_sq"], 2e-5, f"exp_avg_sq of {name}")
+
+
+# 30: starved threads
+
+
+def test_updates_keep_their_threads() -> None:
+    assert os.environ["OMP_NUM_THREADS"] == "1"
+    model = stream(families.build(LLAMA), threads=3)
+    assert model.update_bandwidth() == 0.0
+    model.step(text_batch(1))
+    assert model._tiles.store.threads == 3
+    assert model.update_bandwidth() > 0.0
 
 
 # 35: interrupts

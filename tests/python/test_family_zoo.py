@@ -17,8 +17,8 @@ import megatrain
 from megatrain.loss import weight_of
 from megatrain.rng import seed_for
 
-NOISE = 1e-8
-"""Of the largest gradient of all: less than one rounding of it. Some gradients are zero in exact arithmetic (biases
+NOISE = 3e-8
+"""Of the largest gradient of all: half a rounding of it. Some gradients are zero in exact arithmetic (biases
 of keys), some small sums of large terms."""
 
 
@@ -99,7 +99,7 @@ def test_attention_weights_are_refused(grad: bool) -> None:
     with (
         streamed(row.build()) as model,
         torch.set_grad_enabled(grad),
-        pytest.raises(megatrain.UnsupportedModelError, match="output_attentions collects what model.layers.0.self_attn"),
+        pytest.raises(megatrain.UnsupportedModelError, match=r"output_attentions collects what model\.layers\.0"),
     ):
         model(**row.batches()[0], output_attentions=True)
 
@@ -132,6 +132,21 @@ def test_a_hook_on_a_block_sees_each_call_once(before: bool) -> None:
         model.optimizer.zero_grad()
         model(**batch).loss.backward()
         assert len(seen) == 1
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+def test_checkpointing_is_left_to_the_schedule(before: bool) -> None:
+    row = next(row for row in EXACT if row.name == "llama")
+    module, batches = row.build(), row.batches()
+    expected_loss, expected = Resident(module, max_grad_norm=None).gradients(batches)
+    if before:
+        module.gradient_checkpointing_enable()
+    with streamed(module) as model:
+        if not before:
+            module.gradient_checkpointing_enable()
+        assert model.step(batches).loss == pytest.approx(expected_loss, rel=1e-6)
+        for name, parameter in model.named_parameters():
+            assert_close(parameter.grad, expected[name], 3e-6, f"gradient of {name}")
 
 
 @pytest.mark.parametrize("way", ["step", "backward"])
