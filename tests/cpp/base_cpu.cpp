@@ -36,6 +36,11 @@ TEST(Cpu, SupportedAgreesWithTheCompilersOwnDetection) {
   EXPECT_EQ(has(Isa::kAvx512), avx2 && avx512);
   EXPECT_FALSE(has(Isa::kNeon));
 }
+#elif defined(__aarch64__)
+TEST(Cpu, NeonIsPartOfEvery64BitArm) {
+  EXPECT_EQ(supported_isas(), (std::vector<Isa>{Isa::kScalar, Isa::kNeon}));
+  EXPECT_EQ(select_isa(""), Isa::kNeon);
+}
 #endif
 
 TEST(Cpu, SelectByNameGivesThatVariantAndEmptyGivesTheFastest) {
