@@ -5,6 +5,7 @@
 #include <array>
 #include <cstddef>
 #include <cstring>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -56,18 +57,33 @@ class FormattedParameter {
   std::size_t count() const { return count_; }
   Formats formats() const { return formats_; }
 
-  AdamWSpan span() {
+  static constexpr std::size_t kArrays = 6;
+  // All memory, guards included; copies of it elsewhere make a span by span_in.
+  std::array<std::span<std::byte>, kArrays> arrays() {
+    return {weight_,
+            gradient_,
+            exp_avg_,
+            exp_avg_sq_,
+            std::as_writable_bytes(std::span(low_)),
+            std::as_writable_bytes(std::span(exponents_))};
+  }
+  AdamWSpan span_in(const std::array<std::byte*, kArrays>& at) const {
     return {.weight_format = formats_.weights,
             .moment_format = formats_.moments,
-            .weight = weight_.data() + offset_ * weight_bytes(),
-            .low = low_.data() + offset_,
-            .gradient = gradient_.data() + offset_ * weight_bytes(),
-            .exp_avg = exp_avg_.data() + offset_ * moment_bytes(),
-            .exp_avg_sq = exp_avg_sq_.data() + offset_ * moment_bytes(),
-            .exp_avg_exponents = exponents_.data() + 1,
-            .exp_avg_sq_exponents = exponents_.data() + blocks() + 2,
+            .weight = at[0] + offset_ * weight_bytes(),
+            .low = reinterpret_cast<std::int16_t*>(at[4]) + offset_,
+            .gradient = at[1] + offset_ * weight_bytes(),
+            .exp_avg = at[2] + offset_ * moment_bytes(),
+            .exp_avg_sq = at[3] + offset_ * moment_bytes(),
+            .exp_avg_exponents = reinterpret_cast<std::uint8_t*>(at[5]) + 1,
+            .exp_avg_sq_exponents = reinterpret_cast<std::uint8_t*>(at[5]) + blocks() + 2,
             .count = static_cast<std::int64_t>(count_),
             .first = first_};
+  }
+  AdamWSpan span() {
+    std::array<std::byte*, kArrays> own;
+    for (std::size_t i = 0; i < kArrays; ++i) own[i] = arrays()[i].data();
+    return span_in(own);
   }
 
   // Everything, guards included, of any size: zeros, denormals and huge values among it. Codes and
