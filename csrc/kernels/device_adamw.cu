@@ -82,7 +82,7 @@ struct Weights {
         low.at[k] = static_cast<std::int16_t>(bits);
       } else if constexpr (kWeights == WeightFormat::kBf16) {
         const auto index = static_cast<std::uint32_t>(span.first + i + k);
-        high.at[k] = to_bf16(w.at[k], random_word(index, s.keys.weight) & 0xffff);
+        high.at[k] = to_bf16(w.at[k], for_weight(random_word(index, s.key)));
         bits = std::uint32_t{high.at[k]} << 16;
       }
       finite &= k >= n || is_finite(bits);
@@ -125,7 +125,7 @@ struct Moments {
 
   static __device__ __forceinline__ std::uint32_t random_of(const AdamWScalars& s, const AdamWSpan& span,
                                                             std::int64_t i) {
-    return random_word(static_cast<std::uint32_t>(span.first + i), s.keys.moments);
+    return random_word(static_cast<std::uint32_t>(span.first + i), s.key);
   }
 
   // With 8-bit moments all lanes of a warp call this together, those with n = 0 too.
@@ -139,8 +139,8 @@ struct Moments {
 #pragma unroll
       for (int k = 0; k < kEach; ++k) {
         const std::uint32_t random = random_of(s, span, i + k);
-        m16.at[k] = to_bf16(m.at[k], random >> 16);
-        v16.at[k] = to_bf16(v.at[k], random & 0xffff);
+        m16.at[k] = to_bf16(m.at[k], for_bf16_exp_avg(random));
+        v16.at[k] = to_bf16(v.at[k], for_bf16_exp_avg_sq(random));
       }
       store(span.exp_avg, i, n, whole, m16);
       store(span.exp_avg_sq, i, n, whole, v16);
@@ -149,8 +149,8 @@ struct Moments {
 #pragma unroll
       for (int k = 0; k < kEach; ++k) {
         if (k >= n) continue;
-        m_largest = max(m_largest, bits_of(m.at[k]) & kMagnitudeMask);
-        v_largest = max(v_largest, bits_of(v.at[k]) & kMagnitudeMask);
+        m_largest = max(m_largest, exp_avg_size(m.at[k]));
+        v_largest = max(v_largest, exp_avg_sq_size(v.at[k]));
       }
       // Every lane has read the old exponents before the first one writes the new ones.
       const std::uint32_t m_exponent = FirstMomentCode::block_exponent(__reduce_max_sync(~0u, m_largest));
@@ -159,8 +159,8 @@ struct Moments {
 #pragma unroll
       for (int k = 0; k < kEach; ++k) {
         const std::uint32_t random = random_of(s, span, i + k);
-        m8.at[k] = encode_exp_avg(m.at[k], m_exponent, random >> 16);
-        v8.at[k] = encode_exp_avg_sq(v.at[k], v_exponent, random & 0xffff);
+        m8.at[k] = encode_exp_avg(m.at[k], m_exponent, for_exp_avg_code(random));
+        v8.at[k] = encode_exp_avg_sq(v.at[k], v_exponent, for_exp_avg_sq_code(random));
       }
       store(span.exp_avg, i, n, whole, m8);
       store(span.exp_avg_sq, i, n, whole, v8);
@@ -227,7 +227,7 @@ void queue_adamw(const AdamWStep& step, const AdamWSpan& span, int* non_finite, 
   while (rest.count > 0) {  // the kernel sees indices that share their upper 32 bits
     AdamWSpan part = rest;
     part.count = std::min(rest.count, (std::int64_t{1} << 32) - (rest.first & 0xffffffff));
-    scalars.keys = rounding_keys(step, static_cast<std::uint32_t>(part.first >> 32));
+    scalars.key = rounding_key(step, static_cast<std::uint32_t>(part.first >> 32));
     switch (part.weight_format) {
       case WeightFormat::kBf16Split:
         launch<WeightFormat::kBf16Split>(scalars, part, non_finite, on);

@@ -105,17 +105,15 @@ AdamWScalars adamw_scalars(const AdamWStep& step) {
       .negative_step_size = static_cast<float>(-(step.lr / bias_correction1)),
       .sqrt_bias_correction2 = static_cast<float>(std::sqrt(bias_correction2)),
       .eps = static_cast<float>(step.eps),
-      .keys = rounding_keys(step, 0),
+      .key = rounding_key(step, 0),
   };
 }
 
-RoundingKeys rounding_keys(const AdamWStep& step, std::uint32_t upper_index) {
+RoundingKey rounding_key(const AdamWStep& step, std::uint32_t upper_index) {
   constexpr std::uint64_t kOdd = 0x9e3779b97f4a7c15u;  // 2^64 over the golden ratio
   const std::uint64_t of_step = mixed(mixed(step.seed + kOdd) + static_cast<std::uint64_t>(step.step) * kOdd);
-  const std::uint64_t base = mixed(of_step + (upper_index + std::uint64_t{1}) * kOdd);
-  const std::uint64_t weight = mixed(base + kOdd), moments = mixed(base + 2 * kOdd);
-  return {{static_cast<std::uint32_t>(weight), static_cast<std::uint32_t>(weight >> 32)},
-          {static_cast<std::uint32_t>(moments), static_cast<std::uint32_t>(moments >> 32)}};
+  const std::uint64_t key = mixed(of_step + (upper_index + std::uint64_t{1}) * kOdd);
+  return {static_cast<std::uint32_t>(key), static_cast<std::uint32_t>(key >> 32)};
 }
 
 void check_adamw(const AdamWStep& step, const AdamWSpan& span) {
@@ -183,7 +181,7 @@ bool adamw(Isa isa, const AdamWStep& step, const AdamWSpan& span) {
     AdamWSpan part = rest;
     const std::int64_t to_next_key = (std::int64_t{1} << 32) - (rest.first & 0xffffffff);
     part.count = std::min(rest.count, to_next_key);
-    scalars.keys = rounding_keys(step, static_cast<std::uint32_t>(part.first >> 32));
+    scalars.key = rounding_key(step, static_cast<std::uint32_t>(part.first >> 32));
     finite &= run_variant(isa, scalars, part);
     rest = rest_of(rest, part.count);
   }

@@ -22,10 +22,9 @@
 
 namespace megatrain {
 
-// Stochastic rounding draws two words an element, see random_word in adamw_math.h.
-struct RoundingKeys {
-  std::uint32_t weight[2];
-  std::uint32_t moments[2];
+// Of the words that stochastic rounding draws, see random_word in adamw_math.h.
+struct RoundingKey {
+  std::uint32_t first, second;
 };
 
 struct AdamWScalars {
@@ -38,12 +37,12 @@ struct AdamWScalars {
   float negative_step_size;  // -lr / (1 - beta1^step)
   float sqrt_bias_correction2;
   float eps;
-  RoundingKeys keys;  // for elements whose index has the same upper 32 bits
+  RoundingKey key;  // for elements whose index has the same upper 32 bits
 };
 
-// Computed in double and rounded once; the only place that does so. `keys` are those of index 0.
+// Computed in double and rounded once; the only place that does so. The key is that of index 0.
 AdamWScalars adamw_scalars(const AdamWStep& step);
-RoundingKeys rounding_keys(const AdamWStep& step, std::uint32_t upper_index);
+RoundingKey rounding_key(const AdamWStep& step, std::uint32_t upper_index);
 
 // CallerError for settings and spans that mean nothing.
 void check_adamw(const AdamWStep& step, const AdamWSpan& span);

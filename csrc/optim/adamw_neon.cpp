@@ -10,18 +10,11 @@ namespace {
 
 constexpr std::int64_t kLanes = 4;
 
-struct Key {
-  uint32x4_t first, second;
-};
-
 struct Constants {
   float32x4_t gradient_scale, lerp_weight, beta2, one_minus_beta2, decay, negative_step_size,
       sqrt_bias_correction2, eps;
-  uint32x4_t lerp_from_gradient, exponent;
-  Key weight_key, moments_key;
+  uint32x4_t lerp_from_gradient, exponent, first_key, second_key;
 };
-
-Key key_of(const std::uint32_t (&key)[2]) { return {vdupq_n_u32(key[0]), vdupq_n_u32(key[1])}; }
 
 Constants constants(const AdamWScalars& s) {
   return Constants{
@@ -35,8 +28,8 @@ Constants constants(const AdamWScalars& s) {
       vdupq_n_f32(s.eps),
       vdupq_n_u32(s.lerp_from_gradient ? ~0u : 0u),
       vdupq_n_u32(0x7f800000),
-      key_of(s.keys.weight),
-      key_of(s.keys.moments),
+      vdupq_n_u32(s.key.first),
+      vdupq_n_u32(s.key.second),
   };
 }
 
@@ -66,14 +59,14 @@ inline float32x4_t updated_weight(const Constants& c, float32x4_t w, float32x4_t
 }
 
 // random_word of the 4 elements from `index` on.
-inline uint32x4_t random_words(std::int64_t index, const Key& key) {
+inline uint32x4_t random_words(const Constants& c, std::int64_t index) {
   constexpr std::uint32_t kLane[4] = {0, 1, 2, 3};
   uint32x4_t x = vaddq_u32(vdupq_n_u32(static_cast<std::uint32_t>(index)), vld1q_u32(kLane));
-  x = veorq_u32(x, key.first);
+  x = veorq_u32(x, c.first_key);
   x = veorq_u32(x, vshrq_n_u32(x, 16));
   x = vmulq_u32(x, vdupq_n_u32(0x85ebca6bu));
   x = veorq_u32(x, vshrq_n_u32(x, 13));
-  x = veorq_u32(x, key.second);
+  x = veorq_u32(x, c.second_key);
   x = vmulq_u32(x, vdupq_n_u32(0xc2b2ae35u));
   return veorq_u32(x, vshrq_n_u32(x, 16));
 }
@@ -85,9 +78,8 @@ inline float32x4_t load_bf16(const std::uint16_t* from) { return float_of(vshll_
 inline void store_16(std::uint16_t* to, uint32x4_t x) { vst1_u16(to, vmovn_u32(x)); }
 
 // to_bf16 in the low halves; the upper ones are 0.
-inline uint32x4_t to_bf16(const Constants& c, float32x4_t x, uint32x4_t random) {
-  const uint32x4_t bits = bits_of(x);
-  return high_half(vaddq_u32(bits, vbicq_u32(random, non_finite(c, bits))));
+inline uint32x4_t to_bf16(float32x4_t x, uint32x4_t random) {
+  return high_half(vaddq_u32(bits_of(x), vandq_u32(random, vceqq_f32(x, x))));
 }
 
 template <class T>
@@ -124,7 +116,7 @@ struct Bf16Weights {
     return SplitWeights::gradient(span, i);
   }
   static uint32x4_t store(const Constants& c, const AdamWSpan& span, std::int64_t i, float32x4_t w) {
-    const uint32x4_t rounded = to_bf16(c, w, low_half(random_words(span.first + i, c.weight_key)));
+    const uint32x4_t rounded = to_bf16(w, low_half(vshrq_n_u32(random_words(c, span.first + i), 8)));
     store_16(at<std::uint16_t>(span.weight, i), rounded);
     return non_finite(c, vshlq_n_u32(rounded, 16));
   }
@@ -166,9 +158,9 @@ inline uint32x4_t with_bf16_moments(const Constants& c, const AdamWSpan& span, s
   std::uint16_t* const exp_avg_sq = at<std::uint16_t>(span.exp_avg_sq, i);
   float32x4_t m = load_bf16(exp_avg), v = load_bf16(exp_avg_sq);
   const uint32x4_t bad = update<Weights>(c, span, i, m, v);
-  const uint32x4_t random = random_words(span.first + i, c.moments_key);
-  store_16(exp_avg, to_bf16(c, m, high_half(random)));
-  store_16(exp_avg_sq, to_bf16(c, v, low_half(random)));
+  const uint32x4_t random = random_words(c, span.first + i);
+  store_16(exp_avg, to_bf16(m, high_half(random)));
+  store_16(exp_avg_sq, to_bf16(v, low_half(random)));
   return bad;
 }
 
@@ -176,32 +168,25 @@ inline uint32x4_t with_bf16_moments(const Constants& c, const AdamWSpan& span, s
 template <int kMantissa>
 struct BlockCode {
   static constexpr int kShift = 23 - kMantissa;
-  static constexpr unsigned kSmallestExponent = 19;
-  uint32x4_t smallest_normal, base;
+  uint32x4_t base;
 
   static BlockCode of(unsigned exponent) {
-    const unsigned used = exponent > kSmallestExponent ? exponent : kSmallestExponent;
-    return {vdupq_n_u32((used - 14) << 23), vdupq_n_u32((used - 15) << 23)};
+    return {vdupq_n_u32(((exponent > 16 ? exponent : 16) - 15) << 23)};
   }
-  static unsigned exponent(uint32x4_t largest) {
-    const unsigned bits = vmaxvq_u32(largest);
+  static unsigned exponent(int32x4_t largest) {
+    const auto bits = static_cast<unsigned>(vmaxvq_s32(largest));
     if (bits >= 0x7f800000) return 255;
     const unsigned exponent = (bits + (1u << kShift) - 1) >> 23;
-    return exponent > kSmallestExponent ? exponent : kSmallestExponent;
+    return exponent > 16 ? exponent : 16;
   }
   uint32x4_t decode(uint32x4_t code) const {
-    const uint32x4_t small = vcltq_u32(code, vdupq_n_u32(1u << kMantissa));
-    const uint32x4_t bits = vaddq_u32(vbslq_u32(small, smallest_normal, base), vshlq_n_u32(code, kShift));
-    const uint32x4_t less = vandq_u32(small, smallest_normal);  // or +0, which changes nothing
-    return bits_of(vsubq_f32(float_of(bits), float_of(less)));
+    return vandq_u32(vaddq_u32(vshlq_n_u32(code, kShift), base), vtstq_u32(code, code));
   }
-  uint32x4_t encode(uint32x4_t magnitude, uint32x4_t random) const {
-    const uint32x4_t small = vcltq_u32(magnitude, smallest_normal);
-    const uint32x4_t more = vandq_u32(small, smallest_normal);
-    const uint32x4_t value = bits_of(vaddq_f32(float_of(magnitude), float_of(more)));
-    const uint32x4_t dither = vorrq_u32(vshlq_n_u32(random, kShift - 16), vdupq_n_u32(1u << (kShift - 17)));
-    const uint32x4_t sum = vaddq_u32(vsubq_u32(value, vbslq_u32(small, smallest_normal, base)), dither);
-    return vminq_u32(vshrq_n_u32(sum, kShift), vdupq_n_u32((16u << kMantissa) - 1));
+  uint32x4_t encode(uint32x4_t magnitude, int smallest, uint32x4_t random) const {
+    const int32x4_t above =
+        vmaxq_s32(vreinterpretq_s32_u32(vsubq_u32(magnitude, base)), vdupq_n_s32(smallest << kShift));
+    const uint32x4_t code = vshrq_n_u32(vaddq_u32(vreinterpretq_u32_s32(above), random), kShift);
+    return vminq_u32(code, vdupq_n_u32((16u << kMantissa) - 1));
   }
 };
 
@@ -227,19 +212,21 @@ uint32x4_t with_int8_moments(const Constants& c, const AdamWSpan& span, std::int
   const auto v_old = BlockCode<4>::of(v_exponent);
   const uint32x4_t magnitude = vdupq_n_u32(0x7fffffff);
   float32x4_t m[kMomentBlock / kLanes], v[kMomentBlock / kLanes];
-  uint32x4_t m_largest = vdupq_n_u32(0), v_largest = m_largest, bad = m_largest;
+  int32x4_t m_largest = vdupq_n_s32(0), v_largest = m_largest;
+  uint32x4_t bad = vdupq_n_u32(0);
   for (int k = 0; k < kMomentBlock / kLanes; k += 2) {
     const Eight m_codes = load_codes(exp_avg + k * kLanes), v_codes = load_codes(exp_avg_sq + k * kLanes);
     for (int half = 0; half < 2; ++half) {
       const uint32x4_t code = m_codes.half[half];
-      const uint32x4_t sign = vshlq_n_u32(vshrq_n_u32(code, 7), 31);
+      const uint32x4_t size = m_old.decode(vandq_u32(code, vdupq_n_u32(0x7f)));
+      const uint32x4_t negative = vcgtq_u32(code, vdupq_n_u32(0x80));
       float32x4_t& m_now = m[k + half];
       float32x4_t& v_now = v[k + half];
-      m_now = float_of(vorrq_u32(m_old.decode(vandq_u32(code, vdupq_n_u32(0x7f))), sign));
+      m_now = float_of(vorrq_u32(size, vbicq_u32(negative, magnitude)));
       v_now = float_of(v_old.decode(v_codes.half[half]));
       bad = vorrq_u32(bad, update<Weights>(c, span, begin + (k + half) * kLanes, m_now, v_now));
-      m_largest = vmaxq_u32(m_largest, vandq_u32(bits_of(m_now), magnitude));
-      v_largest = vmaxq_u32(v_largest, vandq_u32(bits_of(v_now), magnitude));
+      m_largest = vmaxq_s32(m_largest, vreinterpretq_s32_u32(vandq_u32(bits_of(m_now), magnitude)));
+      v_largest = vmaxq_s32(v_largest, vreinterpretq_s32_u32(bits_of(v_now)));
     }
   }
   m_exponent = static_cast<std::uint8_t>(BlockCode<3>::exponent(m_largest));
@@ -249,14 +236,12 @@ uint32x4_t with_int8_moments(const Constants& c, const AdamWSpan& span, std::int
   for (int k = 0; k < kMomentBlock / kLanes; k += 2) {
     Eight m_codes, v_codes;
     for (int half = 0; half < 2; ++half) {
-      const uint32x4_t random = random_words(span.first + begin + (k + half) * kLanes, c.moments_key);
-      const uint32x4_t m_bits = bits_of(m[k + half]);
-      const uint32x4_t m_code = m_new.encode(vandq_u32(m_bits, magnitude), high_half(random));
-      const uint32x4_t sign = vshlq_n_u32(vshrq_n_u32(m_bits, 31), 7);
-      m_codes.half[half] = vorrq_u32(m_code, vandq_u32(sign, vtstq_u32(m_code, m_code)));  // zeros: positive
-      const uint32x4_t v_size = vandq_u32(bits_of(v[k + half]), magnitude);
-      const uint32x4_t smallest = vminq_u32(v_size, vdupq_n_u32(1));  // above 0 stays above 0
-      v_codes.half[half] = vmaxq_u32(v_new.encode(v_size, low_half(random)), smallest);
+      const uint32x4_t random = random_words(c, span.first + begin + (k + half) * kLanes);
+      const uint32x4_t m_bits = bits_of(m[k + half]), v_bits = bits_of(v[k + half]);
+      const uint32x4_t size = m_new.encode(vandq_u32(m_bits, magnitude), 0, vshrq_n_u32(random, 12));
+      m_codes.half[half] = vorrq_u32(size, vshlq_n_u32(vshrq_n_u32(m_bits, 31), 7));
+      const uint32x4_t code = v_new.encode(v_bits, 1, vandq_u32(random, vdupq_n_u32(0x7ffff)));
+      v_codes.half[half] = vandq_u32(code, vtstq_u32(v_bits, v_bits));
     }
     store_codes(exp_avg + k * kLanes, m_codes);
     store_codes(exp_avg_sq + k * kLanes, v_codes);

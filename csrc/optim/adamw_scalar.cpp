@@ -29,7 +29,7 @@ struct Bf16Weights {
   static float gradient(const AdamWSpan& span, std::int64_t i) { return SplitWeights::gradient(span, i); }
   static bool store(const AdamWScalars& s, const AdamWSpan& span, std::int64_t i, float w) {
     const auto index = static_cast<std::uint32_t>(span.first + i);
-    const std::uint16_t rounded = to_bf16(w, random_word(index, s.keys.weight) & 0xffff);
+    const std::uint16_t rounded = to_bf16(w, for_weight(random_word(index, s.key)));
     static_cast<std::uint16_t*>(span.weight)[i] = rounded;
     return is_finite(std::uint32_t{rounded} << 16);
   }
@@ -69,9 +69,9 @@ bool with_bf16_moments(const AdamWScalars& s, const AdamWSpan& span) {
   for (std::int64_t i = 0; i < span.count; ++i) {
     float m = from_bf16(m16[i]), v = from_bf16(v16[i]);
     finite &= update_element<Weights>(s, span, i, m, v);
-    const std::uint32_t random = random_word(static_cast<std::uint32_t>(span.first + i), s.keys.moments);
-    m16[i] = to_bf16(m, random >> 16);
-    v16[i] = to_bf16(v, random & 0xffff);
+    const std::uint32_t random = random_word(static_cast<std::uint32_t>(span.first + i), s.key);
+    m16[i] = to_bf16(m, for_bf16_exp_avg(random));
+    v16[i] = to_bf16(v, for_bf16_exp_avg_sq(random));
   }
   return finite;
 }
@@ -91,16 +91,16 @@ bool with_int8_moments(const AdamWScalars& s, const AdamWSpan& span) {
       m[j] = decode_exp_avg(m8[begin + j], m_exponent);
       v[j] = decode_exp_avg_sq(v8[begin + j], v_exponent);
       finite &= update_element<Weights>(s, span, begin + j, m[j], v[j]);
-      m_largest = std::max(m_largest, bits_of(m[j]) & kMagnitudeMask);
-      v_largest = std::max(v_largest, bits_of(v[j]) & kMagnitudeMask);
+      m_largest = std::max(m_largest, exp_avg_size(m[j]));
+      v_largest = std::max(v_largest, exp_avg_sq_size(v[j]));
     }
     const std::uint32_t m_new = FirstMomentCode::block_exponent(m_largest);
     const std::uint32_t v_new = SecondMomentCode::block_exponent(v_largest);
     for (std::int64_t j = 0; j < count; ++j) {
       const auto index = static_cast<std::uint32_t>(span.first + begin + j);
-      const std::uint32_t random = random_word(index, s.keys.moments);
-      m8[begin + j] = encode_exp_avg(m[j], m_new, random >> 16);
-      v8[begin + j] = encode_exp_avg_sq(v[j], v_new, random & 0xffff);
+      const std::uint32_t random = random_word(index, s.key);
+      m8[begin + j] = encode_exp_avg(m[j], m_new, for_exp_avg_code(random));
+      v8[begin + j] = encode_exp_avg_sq(v[j], v_new, for_exp_avg_sq_code(random));
     }
     m_exponent = static_cast<std::uint8_t>(m_new);
     v_exponent = static_cast<std::uint8_t>(v_new);

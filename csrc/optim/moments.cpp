@@ -8,16 +8,16 @@
 namespace megatrain {
 namespace {
 
-constexpr std::uint32_t kNearest = 0x8000;  // in place of random bits: halves go away from zero
-
 struct First {
   using Code = FirstMomentCode;
   static constexpr auto encode = encode_exp_avg;
+  static constexpr auto size = exp_avg_size;
   static constexpr auto decode = decode_exp_avg;
 };
 struct Second {
   using Code = SecondMomentCode;
   static constexpr auto encode = encode_exp_avg_sq;
+  static constexpr auto size = exp_avg_sq_size;
   static constexpr auto decode = decode_exp_avg_sq;
 };
 
@@ -36,10 +36,11 @@ void write_codes(const MomentSpan& span, const float* values) {
     const std::int64_t end = std::min(begin + kMomentBlock, span.count);
     std::uint32_t largest = 0;
     for (std::int64_t i = begin; i < end; ++i) {
-      largest = std::max(largest, bits_of(flush(values[i])) & kMagnitudeMask);
+      largest = std::max(largest, Kind::size(flush(values[i])));
     }
     const std::uint32_t exponent = Kind::Code::block_exponent(largest);
-    for (std::int64_t i = begin; i < end; ++i) codes[i] = Kind::encode(flush(values[i]), exponent, kNearest);
+    for (std::int64_t i = begin; i < end; ++i)
+      codes[i] = Kind::encode(flush(values[i]), exponent, Kind::Code::kNearest);
     span.exponents[begin / kMomentBlock] = static_cast<std::uint8_t>(exponent);
   }
 }
@@ -69,7 +70,7 @@ void write_moments(const MomentSpan& span, const float* values) {
       return;
     case MomentFormat::kBf16:
       for (std::int64_t i = 0; i < span.count; ++i) {
-        static_cast<std::uint16_t*>(span.values)[i] = to_bf16(values[i], kNearest);
+        static_cast<std::uint16_t*>(span.values)[i] = to_bf16(values[i], 0x8000);
       }
       return;
     case MomentFormat::kInt8:

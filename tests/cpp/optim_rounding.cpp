@@ -30,11 +30,10 @@ TEST(Rounding, ToBf16IsRightOnAverageOverElementsAndOverSteps) {
       const float x = lower + (lower < 0 ? -step : step) * fraction;
       double over_elements = 0, over_steps = 0;
       for (int i = 0; i < kDraws; ++i) {
-        const RoundingKeys one = rounding_keys({.step = 7, .seed = 1}, 0);
-        over_elements +=
-            from_bf16(to_bf16(x, random_word(static_cast<std::uint32_t>(i), one.weight) & 0xffff));
-        const RoundingKeys other = rounding_keys({.step = 1 + i, .seed = 1}, 0);
-        over_steps += from_bf16(to_bf16(x, random_word(12345, other.moments) >> 16));
+        const RoundingKey one = rounding_key({.step = 7, .seed = 1}, 0);
+        over_elements += from_bf16(to_bf16(x, for_weight(random_word(static_cast<std::uint32_t>(i), one))));
+        const RoundingKey other = rounding_key({.step = 1 + i, .seed = 1}, 0);
+        over_steps += from_bf16(to_bf16(x, for_bf16_exp_avg(random_word(12345, other))));
       }
       expect_unbiased(over_elements, x, step, kDraws);
       expect_unbiased(over_steps, x, step, kDraws);
@@ -42,30 +41,38 @@ TEST(Rounding, ToBf16IsRightOnAverageOverElementsAndOverSteps) {
   }
 }
 
-// Element i of a block that begins with the largest value.
 TEST(Rounding, ToEightBitCodesIsRightOnAverage) {
-  const RoundingKeys keys = rounding_keys({.step = 3, .seed = 2}, 0);
+  const RoundingKey key = rounding_key({.step = 3, .seed = 2}, 0);
   const std::uint32_t exponent = 127;  // the unit is 1
   for (const float fraction : kFractions) {
-    for (const float lower : {1.0f, 0.03125f, std::ldexp(1.0f, -14), std::ldexp(3.0f, -17), 0.0f}) {
-      const float m_step = std::max(std::ldexp(lower, -3), std::ldexp(1.0f, -17));
-      const float v_step = std::max(std::ldexp(lower, -4), std::ldexp(1.0f, -18));
+    for (const float lower : {1.0f, 0.03125f, std::ldexp(1.0f, -14), std::ldexp(1.125f, -15)}) {
+      const float power = std::exp2(std::floor(std::log2(lower)));
+      const float m_step = power / 8, v_step = power / 16;
+      const float m = lower + fraction * m_step, v = lower + fraction * v_step;
       double m_sum = 0, negative_sum = 0, v_sum = 0;
       for (int i = 0; i < kDraws; ++i) {
-        const std::uint32_t random = random_word(static_cast<std::uint32_t>(i), keys.moments);
-        const float m = lower + fraction * m_step;
-        m_sum += decode_exp_avg(encode_exp_avg(m, exponent, random >> 16), exponent);
-        negative_sum += decode_exp_avg(encode_exp_avg(-m, exponent, random >> 16), exponent);
-        v_sum += decode_exp_avg_sq(encode_exp_avg_sq(lower + fraction * v_step, exponent, random & 0xffff),
-                                   exponent);
+        const std::uint32_t word = random_word(static_cast<std::uint32_t>(i), key);
+        const std::uint32_t for_m = for_exp_avg_code(word), for_v = for_exp_avg_sq_code(word);
+        m_sum += decode_exp_avg(encode_exp_avg(m, exponent, for_m), exponent);
+        negative_sum += decode_exp_avg(encode_exp_avg(-m, exponent, for_m), exponent);
+        v_sum += decode_exp_avg_sq(encode_exp_avg_sq(v, exponent, for_v), exponent);
       }
-      expect_unbiased(m_sum, lower + fraction * m_step, m_step, kDraws);
-      expect_unbiased(negative_sum, -lower - fraction * m_step, m_step, kDraws);
-      if (lower == 0) {  // the one bias: above 0 stays above 0
-        EXPECT_EQ(v_sum, fraction == 0 ? 0 : kDraws * double{v_step});
-      } else {
-        expect_unbiased(v_sum, lower + fraction * v_step, v_step, kDraws);
-      }
+      expect_unbiased(m_sum, m, m_step, kDraws);
+      expect_unbiased(negative_sum, -m, m_step, kDraws);
+      expect_unbiased(v_sum, v, v_step, kDraws);
+    }
+  }
+}
+
+TEST(Rounding, BelowTheSmallestCodeFirstMomentsBecomeZeroAndSecondOnesDoNot) {
+  const std::uint32_t exponent = 127;
+  const float below = std::ldexp(0.999f, -15);
+  for (const float x : {below, std::ldexp(1.0f, -40), std::numeric_limits<float>::min()}) {
+    for (const std::uint32_t word : {0u, 0x12345678u, ~0u}) {
+      EXPECT_EQ(decode_exp_avg(encode_exp_avg(x, exponent, for_exp_avg_code(word)), exponent), 0);
+      EXPECT_EQ(decode_exp_avg(encode_exp_avg(-x, exponent, for_exp_avg_code(word)), exponent), 0);
+      EXPECT_EQ(decode_exp_avg_sq(encode_exp_avg_sq(x, exponent, for_exp_avg_sq_code(word)), exponent),
+                std::ldexp(1.0625f, -15));
     }
   }
 }
@@ -74,13 +81,13 @@ TEST(Rounding, EveryCodeIsReadAndWrittenUnchangedAtEveryExponent) {
   for (std::uint32_t exponent = kSmallestBlockExponent; exponent <= 254; ++exponent) {
     for (std::uint32_t code = 0; code < 256; ++code) {
       const auto byte = static_cast<std::uint8_t>(code);
-      for (const std::uint32_t random : {0u, 0x8000u, 0xffffu}) {
+      for (const std::uint32_t word : {0u, 0x80008000u, ~0u}) {
         const float m = decode_exp_avg(byte, exponent), v = decode_exp_avg_sq(byte, exponent);
         ASSERT_TRUE(std::isfinite(m) && std::isfinite(v));
         ASSERT_TRUE(m == 0 || std::isnormal(m)) << exponent << " " << code;
         ASSERT_TRUE(v == 0 || std::isnormal(v)) << exponent << " " << code;
-        ASSERT_EQ(encode_exp_avg(m, exponent, random), byte == 0x80 ? 0 : byte) << exponent;  // -0
-        ASSERT_EQ(encode_exp_avg_sq(v, exponent, random), byte) << exponent;
+        ASSERT_EQ(encode_exp_avg(m, exponent, for_exp_avg_code(word)), byte == 0x80 ? 0 : byte) << exponent;
+        ASSERT_EQ(encode_exp_avg_sq(v, exponent, for_exp_avg_sq_code(word)), byte) << exponent;
       }
     }
     EXPECT_EQ(bits_of(decode_exp_avg(0, exponent)), 0u);
@@ -95,15 +102,13 @@ TEST(Rounding, ABlocksExponentLeavesRoomForItsLargestValue) {
   Values values(29);
   for (int i = 0; i < 100000; ++i) {
     const float x = std::abs(values.any(1.0f, 1e38f));
-    if (x < std::numeric_limits<float>::min()) continue;
+    if (x < 1e-30f) continue;  // blocks so small share the smallest exponent
     const std::uint32_t m = FirstMomentCode::block_exponent(bits_of(x));
     const std::uint32_t v = SecondMomentCode::block_exponent(bits_of(x));
     if (m == 255 || v == 255) continue;
-    for (const std::uint32_t random : {0u, 0xffffu}) {
-      const double m_unit = std::ldexp(1.0, static_cast<int>(m) - 127 - 17);
-      const double v_unit = std::ldexp(1.0, static_cast<int>(v) - 127 - 18);
-      ASSERT_NEAR(decode_exp_avg(encode_exp_avg(x, m, random), m), x, std::max(x * 0.125, m_unit));
-      ASSERT_NEAR(decode_exp_avg_sq(encode_exp_avg_sq(x, v, random), v), x, std::max(x * 0.0625, v_unit));
+    for (const std::uint32_t word : {0u, ~0u}) {
+      ASSERT_NEAR(decode_exp_avg(encode_exp_avg(x, m, for_exp_avg_code(word)), m), x, x * 0.125);
+      ASSERT_NEAR(decode_exp_avg_sq(encode_exp_avg_sq(x, v, for_exp_avg_sq_code(word)), v), x, x * 0.0625);
     }
   }
 }
@@ -111,16 +116,17 @@ TEST(Rounding, ABlocksExponentLeavesRoomForItsLargestValue) {
 TEST(Rounding, InfinitiesAndNanStayWhatTheyAre) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   const float nan = std::numeric_limits<float>::quiet_NaN(), full_nan = float_of(0x7fffffff);
-  for (const std::uint32_t random : {0u, 1u, 0x8000u, 0xffffu}) {
-    EXPECT_EQ(from_bf16(to_bf16(kInfinity, random)), kInfinity);
-    EXPECT_EQ(from_bf16(to_bf16(-kInfinity, random)), -kInfinity);
+  for (const std::uint32_t word : {0u, 1u, 0x80008000u, ~0u}) {
+    const std::uint32_t half = for_bf16_exp_avg(word), for_m = for_exp_avg_code(word);
+    EXPECT_EQ(from_bf16(to_bf16(kInfinity, half)), kInfinity);
+    EXPECT_EQ(from_bf16(to_bf16(-kInfinity, half)), -kInfinity);
     for (const float x : {nan, -nan, full_nan}) {
-      EXPECT_TRUE(std::isnan(from_bf16(to_bf16(x, random))));
-      EXPECT_TRUE(std::isnan(decode_exp_avg(encode_exp_avg(x, 255, random), 255)));
-      EXPECT_TRUE(std::isnan(decode_exp_avg_sq(encode_exp_avg_sq(x, 255, random), 255)));
+      EXPECT_TRUE(std::isnan(from_bf16(to_bf16(x, half))));
+      EXPECT_TRUE(std::isnan(decode_exp_avg(encode_exp_avg(x, 255, for_m), 255)));
     }
-    EXPECT_EQ(decode_exp_avg(encode_exp_avg(-kInfinity, 255, random), 255), -kInfinity);
-    EXPECT_EQ(decode_exp_avg_sq(encode_exp_avg_sq(kInfinity, 255, random), 255), kInfinity);
+    EXPECT_EQ(decode_exp_avg(encode_exp_avg(-kInfinity, 255, for_m), 255), -kInfinity);
+    const std::uint8_t code = encode_exp_avg_sq(kInfinity, 255, for_exp_avg_sq_code(word));
+    EXPECT_EQ(decode_exp_avg_sq(code, 255), kInfinity);
   }
   EXPECT_EQ(FirstMomentCode::block_exponent(0x7fffffff), 255u);
   EXPECT_EQ(SecondMomentCode::block_exponent(bits_of(kInfinity)), 255u);
@@ -128,26 +134,26 @@ TEST(Rounding, InfinitiesAndNanStayWhatTheyAre) {
 
 // Words of neighbours, of steps and of seeds: bits are balanced and unrelated.
 TEST(Rounding, RandomWordsAreBalancedAndUnrelated) {
-  const RoundingKeys keys = rounding_keys({.step = 5, .seed = 11}, 0);
-  const RoundingKeys next = rounding_keys({.step = 6, .seed = 11}, 0);
-  const RoundingKeys other = rounding_keys({.step = 5, .seed = 12}, 0);
-  const RoundingKeys upper = rounding_keys({.step = 5, .seed = 11}, 1);
-  int ones[32] = {}, equal[5][32] = {};
+  constexpr int kOthers = 4;
+  const RoundingKey key = rounding_key({.step = 5, .seed = 11}, 0);
+  const RoundingKey next = rounding_key({.step = 6, .seed = 11}, 0);
+  const RoundingKey other = rounding_key({.step = 5, .seed = 12}, 0);
+  const RoundingKey upper = rounding_key({.step = 5, .seed = 11}, 1);
+  int ones[32] = {}, equal[kOthers][32] = {};
   for (int i = 0; i < kDraws; ++i) {
     const auto index = static_cast<std::uint32_t>(i);
-    const std::uint32_t word = random_word(index, keys.weight);
-    const std::uint32_t others[5] = {random_word(index + 1, keys.weight), random_word(index, keys.moments),
-                                     random_word(index, next.weight), random_word(index, other.weight),
-                                     random_word(index, upper.weight)};
+    const std::uint32_t word = random_word(index, key);
+    const std::uint32_t others[kOthers] = {random_word(index + 1, key), random_word(index, next),
+                                           random_word(index, other), random_word(index, upper)};
     for (int bit = 0; bit < 32; ++bit) {
       ones[bit] += word >> bit & 1;
-      for (int k = 0; k < 5; ++k) equal[k][bit] += ~(word ^ others[k]) >> bit & 1;
+      for (int k = 0; k < kOthers; ++k) equal[k][bit] += ~(word ^ others[k]) >> bit & 1;
     }
   }
   const double limit = 2.5 * std::sqrt(kDraws);  // five times the spread of a fair coin
   for (int bit = 0; bit < 32; ++bit) {
     EXPECT_NEAR(ones[bit], kDraws / 2, limit) << bit;
-    for (int k = 0; k < 5; ++k) EXPECT_NEAR(equal[k][bit], kDraws / 2, limit) << bit << " " << k;
+    for (int k = 0; k < kOthers; ++k) EXPECT_NEAR(equal[k][bit], kDraws / 2, limit) << bit << " " << k;
   }
 }
 

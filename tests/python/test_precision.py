@@ -108,13 +108,13 @@ def test_states_go_to_torch_and_back(mode: dict[str, Any]) -> None:
     adamw.step()
     model.optimizer.load_state_dict(adamw.state_dict())
     relative = {"fp32": (0, 0), "bf16": (2**-8, 2**-8), "int8": (2**-4, 2**-5)}[mode["moments"]]
-    steps_of_largest = (2**-18, 2**-18) if mode["moments"] == "int8" else (0, 0)
+    smallest = 1.125 * 2**-15 if mode["moments"] == "int8" else 0.0  # of a block's largest
     back = model.optimizer.state_dict()["state"]
     for parameter, index in zip(plain, range(len(plain)), strict=True):
         assert float(back[index]["step"]) == 4
-        for name, rel, floor in zip(("exp_avg", "exp_avg_sq"), relative, steps_of_largest, strict=True):
+        for name, rel in zip(("exp_avg", "exp_avg_sq"), relative, strict=True):
             theirs, ours = adamw.state[parameter][name], back[index][name].float()
-            allowed = rel * theirs.abs() + 2 * floor * theirs.abs().max()
+            allowed = rel * theirs.abs() + smallest * theirs.abs().max()
             assert bool(((ours - theirs).abs() <= allowed).all()), name
     model.close()
 
@@ -213,7 +213,7 @@ def test_moments_of_a_tile_through_the_bindings() -> None:
     store.set_moments(0, 0, Section.exp_avg, values)
     read = np.empty_like(values)
     store.get_moments(0, 0, Section.exp_avg, read)
-    np.testing.assert_allclose(read, values, rtol=2**-4, atol=2**-17)
+    np.testing.assert_allclose(read, values, rtol=2**-4, atol=2**-13)
     assert len(store.view(0, Section.exp_avg)) == 384 and len(store.view(0, Section.exp_avg_exponents)) == 3
     with pytest.raises(ValueError, match="holds no moments"):
         store.get_moments(0, 0, Section.weights, read)
