@@ -1,5 +1,6 @@
 #include "adam_tile.h"
 
+#include <algorithm>
 #include <bit>
 
 #include "optim/adamw.h"
@@ -9,12 +10,15 @@ namespace megatrain::bench {
 namespace {
 
 constexpr AdamWStep kStep{.lr = 1e-5, .step = 100};
+// Exponents of 8-bit moments, a 64th of a byte a parameter, are left out of the mix.
 constexpr Section kSections[] = {Section::kWeights, Section::kMasterLow, Section::kGradients,
                                  Section::kExpAvg, Section::kExpAvgSq};
 
 TileLayout layout_of(TileFormat format, std::int64_t elements) {
   return TileLayout(format, {{elements, true}});
 }
+
+constexpr std::int64_t kChunk = 4096;  // whole blocks of 8-bit moments
 
 // In [-0.5, 0.5), never denormal but for one element in millions.
 float value_of(std::int64_t element) {
@@ -24,7 +28,15 @@ float value_of(std::int64_t element) {
 
 }  // namespace
 
-std::vector<TileFormat> adam_formats() { return {TileFormat::kBf16Split, TileFormat::kFp32}; }
+std::vector<TileFormat> adam_formats() {
+  std::vector<TileFormat> formats;
+  for (const WeightFormat weights : {WeightFormat::kBf16Split, WeightFormat::kBf16, WeightFormat::kFp32}) {
+    for (const MomentFormat moments : {MomentFormat::kFp32, MomentFormat::kBf16, MomentFormat::kInt8}) {
+      formats.push_back({weights, moments});
+    }
+  }
+  return formats;
+}
 
 std::size_t AdamTile::bytes(TileFormat format, std::int64_t elements) {
   return layout_of(format, elements).bytes();
@@ -47,44 +59,77 @@ T* AdamTile::at(Section section, std::int64_t element) const {
 }
 
 double AdamTile::bytes_per_parameter() const {
-  double bytes = 0;
-  for (const MixStream& stream : streams_) bytes += stream.element_bytes * (stream.written ? 2 : 1);
-  return bytes;
+  return static_cast<double>(adamw_bytes(format().weights, format().moments, elements())) /
+         static_cast<double>(elements());
 }
 
 void AdamTile::reset(ThreadPool& pool) {
   over_tile(pool, *this, [this](ElementRange range) {
-    for (std::int64_t i = range.begin; i < range.end; ++i) {
-      const float value = value_of(i), gradient = 0.01f * value;
-      *at<float>(Section::kExpAvg, i) = 0.005f * value;
-      *at<float>(Section::kExpAvgSq, i) = 1e-4f * value * value + 1e-8f;
-      if (format() == TileFormat::kFp32) {
-        *at<float>(Section::kWeights, i) = value;
-        *at<float>(Section::kGradients, i) = gradient;
-      } else {
-        static_cast<void>(split_master(&value, at<std::uint16_t>(Section::kWeights, i),
-                                       at<std::int16_t>(Section::kMasterLow, i), 1));
-        *at<std::uint16_t>(Section::kGradients, i) =
-            static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(gradient) >> 16);
+    float values[kChunk], exp_avg[kChunk], exp_avg_sq[kChunk];
+    for (std::int64_t begin = range.begin; begin < range.end; begin += kChunk) {
+      const std::int64_t count = std::min(kChunk, range.end - begin);
+      for (std::int64_t i = 0; i < count; ++i) {
+        values[i] = value_of(begin + i);
+        exp_avg[i] = 0.005f * values[i];
+        exp_avg_sq[i] = 1e-4f * values[i] * values[i] + 1e-8f;
+        set_gradient(begin + i, 0.01f * values[i]);
       }
+      set_weights(begin, values, count);
+      set_moments(Moment::kExpAvg, begin, exp_avg, count);
+      set_moments(Moment::kExpAvgSq, begin, exp_avg_sq, count);
     }
   });
 }
 
-void AdamTile::update(Isa isa, ElementRange range) {
-  const std::int64_t i = range.begin;
-  float* const exp_avg = at<float>(Section::kExpAvg, i);
-  float* const exp_avg_sq = at<float>(Section::kExpAvgSq, i);
-  if (format() == TileFormat::kFp32) {
-    static_cast<void>(adamw(isa, kStep,
-                            AdamWFloatSpan{at<float>(Section::kWeights, i), at<float>(Section::kGradients, i),
-                                           exp_avg, exp_avg_sq, range.size()}));
+void AdamTile::set_gradient(std::int64_t element, float value) {
+  if (format().weights == WeightFormat::kFp32) {
+    *at<float>(Section::kGradients, element) = value;
   } else {
-    static_cast<void>(adamw(
-        isa, kStep,
-        AdamWSplitSpan{at<std::uint16_t>(Section::kWeights, i), at<std::int16_t>(Section::kMasterLow, i),
-                       at<std::uint16_t>(Section::kGradients, i), exp_avg, exp_avg_sq, range.size()}));
+    *at<std::uint16_t>(Section::kGradients, element) =
+        static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16);
   }
+}
+
+void AdamTile::set_weights(std::int64_t begin, const float* values, std::int64_t count) {
+  if (format().weights == WeightFormat::kFp32) {
+    std::copy_n(values, count, at<float>(Section::kWeights, begin));
+    return;
+  }
+  std::int16_t dropped[kChunk];
+  const bool split = format().weights == WeightFormat::kBf16Split;
+  static_cast<void>(split_master(values, at<std::uint16_t>(Section::kWeights, begin),
+                                 split ? at<std::int16_t>(Section::kMasterLow, begin) : dropped, count));
+}
+
+void AdamTile::set_moments(Moment moment, std::int64_t begin, const float* values, std::int64_t count) {
+  const bool first = moment == Moment::kExpAvg;
+  write_moments(
+      {.moment = moment,
+       .format = format().moments,
+       .values = at<void>(first ? Section::kExpAvg : Section::kExpAvgSq, begin),
+       .exponents = exponents(first ? Section::kExpAvgExponents : Section::kExpAvgSqExponents, begin),
+       .count = count},
+      values);
+}
+
+std::uint8_t* AdamTile::exponents(Section section, std::int64_t element) const {
+  return at<std::uint8_t>(section, 0) + element / kMomentBlock;
+}
+
+void AdamTile::update(Isa isa, ElementRange range) {
+  const std::int64_t begin = range.begin;
+  static_cast<void>(adamw(isa, kStep,
+                          {.weight_format = format().weights,
+                           .moment_format = format().moments,
+                           .weight = at<void>(Section::kWeights, begin),
+                           .low = at<std::int16_t>(Section::kMasterLow, begin),
+                           .gradient = at<void>(Section::kGradients, begin),
+                           .exp_avg = at<void>(Section::kExpAvg, begin),
+                           .exp_avg_sq = at<void>(Section::kExpAvgSq, begin),
+                           .exp_avg_exponents = exponents(Section::kExpAvgExponents, begin),
+                           .exp_avg_sq_exponents = exponents(Section::kExpAvgSqExponents, begin),
+                           .count = range.size(),
+                           .first = begin}));
 }
 
 void AdamTile::mix(ElementRange range) const {

@@ -12,6 +12,7 @@
 #include "base/thread_pool.h"
 #include "memory_passes.h"
 #include "node_memory.h"
+#include "optim/moments.h"
 #include "tiles/tile_layout.h"
 
 namespace megatrain::bench {
@@ -38,6 +39,10 @@ class AdamTile {
  private:
   template <class T>
   T* at(Section section, std::int64_t element) const;
+  std::uint8_t* exponents(Section section, std::int64_t element) const;
+  void set_gradient(std::int64_t element, float value);
+  void set_weights(std::int64_t begin, const float* values, std::int64_t count);
+  void set_moments(Moment moment, std::int64_t begin, const float* values, std::int64_t count);
 
   TileLayout layout_;
   NodeMemory memory_;

@@ -18,7 +18,7 @@
 namespace megatrain {
 namespace {
 
-constexpr Isa kAllIsas[] = {Isa::kScalar, Isa::kAvx2, Isa::kAvx512};
+constexpr Isa kAllIsas[] = {Isa::kScalar, Isa::kAvx2, Isa::kAvx512, Isa::kNeon};
 
 #if defined(__x86_64__)
 
@@ -32,7 +32,8 @@ std::uint64_t saved_register_state() {
 
 bool has_bits(std::uint64_t value, std::uint64_t bits) { return (value & bits) == bits; }
 
-bool detect(Isa isa) {  // AVX2 (with FMA) or AVX-512
+bool detect(Isa isa) {
+  if (isa == Isa::kNeon) return false;
   unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return false;
   constexpr unsigned kFma = 1u << 12, kOsXsave = 1u << 27, kAvx = 1u << 28;
@@ -47,6 +48,10 @@ bool detect(Isa isa) {  // AVX2 (with FMA) or AVX-512
   return has_bits(ebx, kF | kDq | kBw | kVl) && has_bits(saved, kAvx512State);
 }
 
+#elif defined(__aarch64__)
+
+bool detect(Isa isa) { return isa == Isa::kNeon; }  // part of every 64-bit ARM
+
 #else
 
 bool detect(Isa) { return false; }
@@ -57,6 +62,7 @@ bool detect(Isa) { return false; }
 bool cpu_supports(Isa isa) {
   static const bool avx2 = detect(Isa::kAvx2);
   static const bool avx512 = detect(Isa::kAvx512);
+  static const bool neon = detect(Isa::kNeon);
   switch (isa) {
     case Isa::kScalar:
       return true;
@@ -64,6 +70,8 @@ bool cpu_supports(Isa isa) {
       return avx2;
     case Isa::kAvx512:
       return avx512;
+    case Isa::kNeon:
+      return neon;
   }
   return false;
 }
@@ -133,6 +141,8 @@ const char* isa_name(Isa isa) noexcept {
       return "avx2";
     case Isa::kAvx512:
       return "avx512";
+    case Isa::kNeon:
+      return "neon";
     case Isa::kScalar:
       break;
   }

@@ -7,9 +7,9 @@
 
 namespace megatrain {
 
-enum class Isa { kScalar, kAvx2, kAvx512 };
+enum class Isa { kScalar, kAvx2, kAvx512, kNeon };
 
-const char* isa_name(Isa isa) noexcept;  // "scalar", "avx2", "avx512"
+const char* isa_name(Isa isa) noexcept;  // "scalar", "avx2", "avx512", "neon"
 std::vector<Isa> supported_isas();       // on this CPU and in this build, slowest first
 // Name to Isa; throws CallerError for an unknown one (listing the names) and for one that this CPU
 // lacks. An empty name gives the fastest supported one.

@@ -21,14 +21,14 @@ SectionCopy section_copy(int tile, Section section, std::int64_t element_offset,
 void bind_values(py::module_& module) {
   py::class_<ParameterUpdate>(module, "ParameterUpdate", py::is_final())
       .def(py::init([](int parameter, double lr, double beta1, double beta2, double eps, double weight_decay,
-                       std::int64_t step) {
+                       std::int64_t step, std::uint64_t seed) {
              ParameterUpdate update;
              update.parameter = parameter;
-             update.step = {lr, beta1, beta2, eps, weight_decay, step, 1.0f};
+             update.step = {lr, beta1, beta2, eps, weight_decay, step, 1.0f, seed};
              return update;
            }),
            py::arg("parameter"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-           py::arg("eps"), py::arg("weight_decay"), py::arg("step"));
+           py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("seed") = 0);
   py::class_<TraceSpan>(module, "TraceSpan", py::is_final())
       .def_property_readonly("kind", [](const TraceSpan& self) { return span_kind_name(self.kind); })
       .def_readonly("tile", &TraceSpan::tile)

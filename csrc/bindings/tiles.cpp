@@ -1,5 +1,7 @@
+#include <pybind11/operators.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <cstdint>
 #include <string>
 #include <utility>
@@ -7,6 +9,7 @@
 
 #include "base/error.h"
 #include "bindings/bindings.h"
+#include "tiles/tile_moments.h"
 
 namespace megatrain::bindings {
 namespace {
@@ -55,16 +58,77 @@ void get_master(TileStore& store, int tile, int parameter, const py::object& val
   store.get_master(tile, parameter, buffer.data());
 }
 
+Moment moment_of(Section section) {
+  if (section == Section::kExpAvg) return Moment::kExpAvg;
+  if (section == Section::kExpAvgSq) return Moment::kExpAvgSq;
+  throw CallerError(std::string("section \"") + section_name(section) + "\" holds no moments");
+}
+
+void set_moments_of(TileStore& store, int tile, int parameter, Section section, const py::object& values) {
+  const Moment moment = moment_of(section);
+  const FloatBuffer buffer(values, store.layout(tile).parameter(parameter).elements, false);
+  const py::gil_scoped_release release;
+  set_moments(store, tile, parameter, moment, buffer.data());
+}
+
+void get_moments_of(TileStore& store, int tile, int parameter, Section section, const py::object& values) {
+  const Moment moment = moment_of(section);
+  const FloatBuffer buffer(values, store.layout(tile).parameter(parameter).elements, true);
+  const py::gil_scoped_release release;
+  get_moments(store, tile, parameter, moment, buffer.data());
+}
+
+using Names = std::array<const char*, 3>;  // by the enumerators' values
+constexpr Names kWeightNames = {"bf16_split", "bf16", "fp32"};
+constexpr Names kMomentNames = {"fp32", "bf16", "int8"};
+
+template <class Format>
+Format format_of(const Names& names, const char* what, const std::string& name) {
+  for (std::size_t i = 0; i < names.size(); ++i) {
+    if (name == names[i]) return static_cast<Format>(i);
+  }
+  throw CallerError("unknown format of " + std::string(what) + " \"" + name + "\"; known: " + names[0] +
+                    ", " + names[1] + ", " + names[2]);
+}
+
+void bind_format(py::module_& module) {
+  py::class_<TileFormat> format(module, "TileFormat", py::is_final());
+  format
+      .def(py::init([](const std::string& weights, const std::string& moments) {
+             return TileFormat{format_of<WeightFormat>(kWeightNames, "weights", weights),
+                               format_of<MomentFormat>(kMomentNames, "moments", moments)};
+           }),
+           py::arg("weights"), py::arg("moments") = "fp32")
+      .def_property_readonly("name", [](const TileFormat& self) { return format_name(self); })
+      .def_property_readonly(
+          "weights",
+          [](const TileFormat& self) { return kWeightNames[static_cast<std::size_t>(self.weights)]; })
+      .def_property_readonly(
+          "moments",
+          [](const TileFormat& self) { return kMomentNames[static_cast<std::size_t>(self.moments)]; })
+      .def(py::self == py::self)
+      .def("__hash__",
+           [](const TileFormat& self) {
+             return 3 * static_cast<int>(self.weights) + static_cast<int>(self.moments);
+           })
+      .def("__repr__", [](const TileFormat& self) {
+        return "TileFormat(\"" + std::string(kWeightNames[static_cast<std::size_t>(self.weights)]) +
+               "\", \"" + kMomentNames[static_cast<std::size_t>(self.moments)] + "\")";
+      });
+  format.attr("bf16_split") = TileFormat::kBf16Split;
+  format.attr("fp32") = TileFormat::kFp32;
+}
+
 void bind_layout(py::module_& module) {
-  py::enum_<TileFormat>(module, "TileFormat", py::is_final())
-      .value("bf16_split", TileFormat::kBf16Split)
-      .value("fp32", TileFormat::kFp32);
+  bind_format(module);
   py::enum_<Section>(module, "Section", py::is_final())
       .value("weights", Section::kWeights)
       .value("master_low", Section::kMasterLow)
       .value("gradients", Section::kGradients)
       .value("exp_avg", Section::kExpAvg)
       .value("exp_avg_sq", Section::kExpAvgSq)
+      .value("exp_avg_exponents", Section::kExpAvgExponents)
+      .value("exp_avg_sq_exponents", Section::kExpAvgSqExponents)
       .value("accumulator", Section::kAccumulator);
   py::class_<TileLayout>(module, "TileLayout", py::is_final())
       .def(py::init([](TileFormat format, const std::vector<std::pair<std::int64_t, bool>>& parameters,
@@ -121,6 +185,10 @@ void bind_tiles(py::module_& module) {
           "layout", [](const TileStore& self, int tile) { return self.layout(tile); }, py::arg("tile"))
       .def("set_master", &set_master, py::arg("tile"), py::arg("parameter"), py::arg("values"))
       .def("get_master", &get_master, py::arg("tile"), py::arg("parameter"), py::arg("values"))
+      .def("set_moments", &set_moments_of, py::arg("tile"), py::arg("parameter"), py::arg("section"),
+           py::arg("values"))
+      .def("get_moments", &get_moments_of, py::arg("tile"), py::arg("parameter"), py::arg("section"),
+           py::arg("values"))
       .def("__len__", &TileStore::tiles)
       .def_property_readonly("nbytes", &TileStore::bytes)
       .def_property_readonly("pinned_bytes", &TileStore::pinned_bytes)

@@ -1,56 +1,138 @@
-// The specification: every other variant equals this one bit for bit. 26 bytes a parameter move for
-// split spans (14 read, 12 written), 28 for plain fp32 ones (16 read, 12 written).
-#include <bit>
-#include <cmath>
+// The specification: every other variant equals this one bit for bit.
+#include <algorithm>
 
-#include "optim/adamw_kernels.h"
+#include "optim/adamw_math.h"
 
 namespace megatrain {
 namespace {
 
-constexpr std::uint32_t kExponent = 0x7f800000;
+struct SplitWeights {
+  static float load(const AdamWSpan& span, std::int64_t i) {
+    return float_of((std::uint32_t{static_cast<std::uint16_t*>(span.weight)[i]} << 16) +
+                    static_cast<std::uint32_t>(std::int32_t{span.low[i]}));
+  }
+  static float gradient(const AdamWSpan& span, std::int64_t i) {
+    return from_bf16(static_cast<const std::uint16_t*>(span.gradient)[i]);
+  }
+  static bool store(const AdamWScalars&, const AdamWSpan& span, std::int64_t i, float w) {
+    const std::uint32_t bits = bits_of(w);
+    static_cast<std::uint16_t*>(span.weight)[i] = static_cast<std::uint16_t>((bits + 0x8000) >> 16);
+    span.low[i] = static_cast<std::int16_t>(bits);  // bits - (high << 16), of which 16 bits are left
+    return is_finite(bits);
+  }
+};
 
-float flush(float x) { return (std::bit_cast<std::uint32_t>(x) & kExponent) == 0 ? 0.0f : x; }
+struct Bf16Weights {
+  static float load(const AdamWSpan& span, std::int64_t i) {
+    return from_bf16(static_cast<std::uint16_t*>(span.weight)[i]);
+  }
+  static float gradient(const AdamWSpan& span, std::int64_t i) { return SplitWeights::gradient(span, i); }
+  static bool store(const AdamWScalars& s, const AdamWSpan& span, std::int64_t i, float w) {
+    const auto index = static_cast<std::uint32_t>(span.first + i);
+    const std::uint16_t rounded = to_bf16(w, for_weight(random_word(index, s.key)));
+    static_cast<std::uint16_t*>(span.weight)[i] = rounded;
+    return is_finite(std::uint32_t{rounded} << 16);
+  }
+};
 
-bool is_finite(std::uint32_t bits) { return (bits & kExponent) != kExponent; }
+struct FloatWeights {
+  static float load(const AdamWSpan& span, std::int64_t i) { return static_cast<float*>(span.weight)[i]; }
+  static float gradient(const AdamWSpan& span, std::int64_t i) {
+    return static_cast<const float*>(span.gradient)[i];
+  }
+  static bool store(const AdamWScalars&, const AdamWSpan& span, std::int64_t i, float w) {
+    static_cast<float*>(span.weight)[i] = w;
+    return is_finite(bits_of(w));
+  }
+};
 
-float updated_weight(const AdamWScalars& s, float w, float gradient, float& exp_avg, float& exp_avg_sq) {
-  const float g = flush(gradient * s.gradient_scale);
-  const float m = flush(std::fma(s.lerp_weight, g - exp_avg, s.lerp_from_gradient ? g : exp_avg));
-  const float v = flush(std::fma(s.one_minus_beta2 * g, g, s.beta2 * exp_avg_sq));
-  const float d = std::sqrt(v) / s.sqrt_bias_correction2 + s.eps;
-  exp_avg = m;
-  exp_avg_sq = v;
-  return w * s.decay + (s.negative_step_size * m) / d;
+template <class Weights>
+bool update_element(const AdamWScalars& s, const AdamWSpan& span, std::int64_t i, float& m, float& v) {
+  const float w = updated_weight(s, Weights::load(span, i), Weights::gradient(span, i), m, v);
+  return Weights::store(s, span, i, w);
+}
+
+template <class Weights>
+bool with_float_moments(const AdamWScalars& s, const AdamWSpan& span) {
+  const auto m = static_cast<float*>(span.exp_avg);
+  const auto v = static_cast<float*>(span.exp_avg_sq);
+  bool finite = true;
+  for (std::int64_t i = 0; i < span.count; ++i) finite &= update_element<Weights>(s, span, i, m[i], v[i]);
+  return finite;
+}
+
+template <class Weights>
+bool with_bf16_moments(const AdamWScalars& s, const AdamWSpan& span) {
+  const auto m16 = static_cast<std::uint16_t*>(span.exp_avg);
+  const auto v16 = static_cast<std::uint16_t*>(span.exp_avg_sq);
+  bool finite = true;
+  for (std::int64_t i = 0; i < span.count; ++i) {
+    float m = from_bf16(m16[i]), v = from_bf16(v16[i]);
+    finite &= update_element<Weights>(s, span, i, m, v);
+    const std::uint32_t random = random_word(static_cast<std::uint32_t>(span.first + i), s.key);
+    m16[i] = to_bf16(m, for_bf16_exp_avg(random));
+    v16[i] = to_bf16(v, for_bf16_exp_avg_sq(random));
+  }
+  return finite;
+}
+
+template <class Weights>
+bool with_int8_moments(const AdamWScalars& s, const AdamWSpan& span) {
+  const auto m8 = static_cast<std::uint8_t*>(span.exp_avg);
+  const auto v8 = static_cast<std::uint8_t*>(span.exp_avg_sq);
+  bool finite = true;
+  for (std::int64_t begin = 0; begin < span.count; begin += kMomentBlock) {
+    std::uint8_t& m_exponent = span.exp_avg_exponents[begin / kMomentBlock];
+    std::uint8_t& v_exponent = span.exp_avg_sq_exponents[begin / kMomentBlock];
+    const std::int64_t count = std::min(kMomentBlock, span.count - begin);
+    float m[kMomentBlock], v[kMomentBlock];
+    std::uint32_t m_largest = 0, v_largest = 0;
+    for (std::int64_t j = 0; j < count; ++j) {
+      m[j] = decode_exp_avg(m8[begin + j], m_exponent);
+      v[j] = decode_exp_avg_sq(v8[begin + j], v_exponent);
+      finite &= update_element<Weights>(s, span, begin + j, m[j], v[j]);
+      m_largest = std::max(m_largest, exp_avg_size(m[j]));
+      v_largest = std::max(v_largest, exp_avg_sq_size(v[j]));
+    }
+    const std::uint32_t m_new = FirstMomentCode::block_exponent(m_largest);
+    const std::uint32_t v_new = SecondMomentCode::block_exponent(v_largest);
+    for (std::int64_t j = 0; j < count; ++j) {
+      const auto index = static_cast<std::uint32_t>(span.first + begin + j);
+      const std::uint32_t random = random_word(index, s.key);
+      m8[begin + j] = encode_exp_avg(m[j], m_new, for_exp_avg_code(random));
+      v8[begin + j] = encode_exp_avg_sq(v[j], v_new, for_exp_avg_sq_code(random));
+    }
+    m_exponent = static_cast<std::uint8_t>(m_new);
+    v_exponent = static_cast<std::uint8_t>(v_new);
+  }
+  return finite;
+}
+
+template <class Weights>
+bool with_weights(const AdamWScalars& s, const AdamWSpan& span) {
+  switch (span.moment_format) {
+    case MomentFormat::kBf16:
+      return with_bf16_moments<Weights>(s, span);
+    case MomentFormat::kInt8:
+      return with_int8_moments<Weights>(s, span);
+    case MomentFormat::kFp32:
+      break;
+  }
+  return with_float_moments<Weights>(s, span);
 }
 
 }  // namespace
 
-bool adamw_split_scalar(const AdamWScalars& scalars, const AdamWSplitSpan& span) {
-  bool finite = true;
-  for (std::int64_t i = 0; i < span.count; ++i) {
-    const std::uint32_t old_bits =
-        (std::uint32_t{span.high[i]} << 16) + static_cast<std::uint32_t>(std::int32_t{span.low[i]});
-    const float gradient = std::bit_cast<float>(std::uint32_t{span.gradient[i]} << 16);
-    const float w = updated_weight(scalars, std::bit_cast<float>(old_bits), gradient, span.exp_avg[i],
-                                   span.exp_avg_sq[i]);
-    const std::uint32_t bits = std::bit_cast<std::uint32_t>(w);
-    span.high[i] = static_cast<std::uint16_t>((bits + 0x8000) >> 16);
-    span.low[i] = static_cast<std::int16_t>(bits);  // bits - (high << 16), of which 16 bits are left
-    finite &= is_finite(bits);
+bool adamw_scalar(const AdamWScalars& s, const AdamWSpan& span) {
+  switch (span.weight_format) {
+    case WeightFormat::kBf16:
+      return with_weights<Bf16Weights>(s, span);
+    case WeightFormat::kFp32:
+      return with_weights<FloatWeights>(s, span);
+    case WeightFormat::kBf16Split:
+      break;
   }
-  return finite;
-}
-
-bool adamw_float_scalar(const AdamWScalars& scalars, const AdamWFloatSpan& span) {
-  bool finite = true;
-  for (std::int64_t i = 0; i < span.count; ++i) {
-    const float w =
-        updated_weight(scalars, span.weight[i], span.gradient[i], span.exp_avg[i], span.exp_avg_sq[i]);
-    span.weight[i] = w;
-    finite &= is_finite(std::bit_cast<std::uint32_t>(w));
-  }
-  return finite;
+  return with_weights<SplitWeights>(s, span);
 }
 
 }  // namespace megatrain

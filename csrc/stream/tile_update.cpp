@@ -11,43 +11,51 @@
 namespace megatrain {
 namespace {
 
-constexpr std::int64_t kSplitBytes = 26;  // high, low, m and v read and written; gradient read
-constexpr std::int64_t kFloatBytes = 28;  // weight, m and v read and written; gradient read
-
 struct Sections {
-  explicit Sections(const TileStore& store, int tile)
-      : weights(store.section(tile, Section::kWeights).data),
+  Sections(const TileStore& store, int tile)
+      : format(store.layout(tile).format()),
+        weights(store.section(tile, Section::kWeights).data),
         lows(store.section(tile, Section::kMasterLow).data),
         gradients(store.section(tile, Section::kGradients).data),
-        exp_avg(reinterpret_cast<float*>(store.section(tile, Section::kExpAvg).data)),
-        exp_avg_sq(reinterpret_cast<float*>(store.section(tile, Section::kExpAvgSq).data)) {}
+        exp_avg(store.section(tile, Section::kExpAvg).data),
+        exp_avg_sq(store.section(tile, Section::kExpAvgSq).data),
+        exp_avg_exponents(store.section(tile, Section::kExpAvgExponents).data),
+        exp_avg_sq_exponents(store.section(tile, Section::kExpAvgSqExponents).data) {}
+
+  // Elements `range` of the tile; `first` is the first one's index in its parameter.
+  AdamWSpan span(ElementRange range, std::int64_t first) const {
+    const auto at = [&](std::byte* section, Section which) {
+      return section + static_cast<std::size_t>(range.begin) * element_bytes(format, which);
+    };
+    const auto exponents = [&](std::byte* section) {
+      return reinterpret_cast<std::uint8_t*>(section) + range.begin / kMomentBlock;
+    };
+    return {.weight_format = format.weights,
+            .moment_format = format.moments,
+            .weight = at(weights, Section::kWeights),
+            .low = reinterpret_cast<std::int16_t*>(at(lows, Section::kMasterLow)),
+            .gradient = at(gradients, Section::kGradients),
+            .exp_avg = at(exp_avg, Section::kExpAvg),
+            .exp_avg_sq = at(exp_avg_sq, Section::kExpAvgSq),
+            .exp_avg_exponents = exponents(exp_avg_exponents),
+            .exp_avg_sq_exponents = exponents(exp_avg_sq_exponents),
+            .count = range.size(),
+            .first = first};
+  }
+
+  TileFormat format;
   std::byte* weights;
   std::byte* lows;
   std::byte* gradients;
-  float* exp_avg;
-  float* exp_avg_sq;
+  std::byte* exp_avg;
+  std::byte* exp_avg_sq;
+  std::byte* exp_avg_exponents;
+  std::byte* exp_avg_sq_exponents;
 };
-
-bool update_range(Isa isa, TileFormat format, const AdamWStep& step, const Sections& s, ElementRange range) {
-  const std::int64_t at = range.begin;
-  if (format == TileFormat::kFp32) {
-    const AdamWFloatSpan span{reinterpret_cast<float*>(s.weights) + at,
-                              reinterpret_cast<const float*>(s.gradients) + at, s.exp_avg + at,
-                              s.exp_avg_sq + at, range.size()};
-    return adamw(isa, step, span);
-  }
-  const AdamWSplitSpan span{reinterpret_cast<std::uint16_t*>(s.weights) + at,
-                            reinterpret_cast<std::int16_t*>(s.lows) + at,
-                            reinterpret_cast<const std::uint16_t*>(s.gradients) + at,
-                            s.exp_avg + at,
-                            s.exp_avg_sq + at,
-                            range.size()};
-  return adamw(isa, step, span);
-}
 
 bool all_finite(TileFormat format, const std::byte* weights, ElementRange range) {
   for (std::int64_t i = range.begin; i < range.end; ++i) {
-    if (format == TileFormat::kFp32) {
+    if (format.weights == WeightFormat::kFp32) {
       if (!std::isfinite(reinterpret_cast<const float*>(weights)[i])) return false;
     } else if ((reinterpret_cast<const std::uint16_t*>(weights)[i] & 0x7f80) == 0x7f80) {
       return false;
@@ -86,21 +94,23 @@ std::int64_t update_tile(TileStore& store, int tile, const std::vector<Parameter
   const Sections sections(store, tile);
 
   // All parameters end to end, each rounded up to the alignment, so that no cut between two workers
-  // falls inside a cache line.
+  // falls inside a cache line or a block of 8-bit moments.
   struct Piece {
     std::int64_t at;  // in the flattened order
     ElementRange range;
+    std::int64_t first;  // index of the range's first element in the parameter
     const ParameterUpdate* update;
   };
   std::vector<Piece> pieces;
-  std::int64_t flat = 0, elements = 0;
+  std::int64_t flat = 0, bytes = 0;
   for (const ParameterUpdate& update : updates) {
-    const ElementRange range = intersect(layout.range(update.parameter), layout.owned());
+    const ElementRange whole = layout.range(update.parameter);
+    const ElementRange range = intersect(whole, layout.owned());
     if (range.empty()) continue;
-    pieces.push_back({flat, range, &update});
+    pieces.push_back({flat, range, range.begin - whole.begin, &update});
     const std::int64_t unit = alignment_elements(format);
     flat += (range.size() + unit - 1) / unit * unit;
-    elements += range.size();
+    bytes += adamw_bytes(format.weights, format.moments, range.size());
   }
   if (pieces.empty()) return 0;
 
@@ -111,9 +121,10 @@ std::int64_t update_tile(TileStore& store, int tile, const std::vector<Parameter
     for (const Piece& piece : pieces) {
       const ElementRange part = intersect({piece.at, piece.at + piece.range.size()}, mine);
       if (part.empty()) continue;
-      const std::int64_t shift = piece.range.begin - piece.at;
-      if (!update_range(store.isa(), format, piece.update->step, sections,
-                        {part.begin + shift, part.end + shift})) {
+      const std::int64_t skipped = part.begin - piece.at;
+      const std::int64_t begin = piece.range.begin + skipped;
+      const AdamWSpan span = sections.span({begin, begin + part.size()}, piece.first + skipped);
+      if (!adamw(store.isa(), piece.update->step, span)) {
         finite = false;
       }
     }
@@ -127,7 +138,7 @@ std::int64_t update_tile(TileStore& store, int tile, const std::vector<Parameter
     }
     throw OutsideError("the update made a weight of tile " + std::to_string(tile) + " infinite or NaN");
   }
-  return elements * (format == TileFormat::kFp32 ? kFloatBytes : kSplitBytes);
+  return bytes;
 }
 
 }  // namespace megatrain

@@ -1,5 +1,6 @@
 #include "tiles/tile_layout.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -21,7 +22,12 @@ Integer align_up(Integer value, Integer unit) {
 }  // namespace
 
 const char* format_name(TileFormat format) noexcept {
-  return format == TileFormat::kBf16Split ? "bf16_split" : "fp32";
+  static constexpr const char* kNames[3][3] = {
+      {"bf16_split", "bf16_split_moments_bf16", "bf16_split_moments_int8"},
+      {"bf16", "bf16_moments_bf16", "bf16_moments_int8"},
+      {"fp32", "fp32_moments_bf16", "fp32_moments_int8"},
+  };
+  return kNames[static_cast<int>(format.weights)][static_cast<int>(format.moments)];
 }
 
 const char* section_name(Section section) noexcept {
@@ -36,6 +42,10 @@ const char* section_name(Section section) noexcept {
       return "exp_avg";
     case Section::kExpAvgSq:
       return "exp_avg_sq";
+    case Section::kExpAvgExponents:
+      return "exp_avg_exponents";
+    case Section::kExpAvgSqExponents:
+      return "exp_avg_sq_exponents";
     case Section::kAccumulator:
       return "accumulator";
   }
@@ -43,17 +53,33 @@ const char* section_name(Section section) noexcept {
 }
 
 std::size_t element_bytes(TileFormat format, Section section) noexcept {
-  if (section == Section::kMasterLow) return format == TileFormat::kBf16Split ? 2 : 0;
-  const bool narrow = section == Section::kWeights || section == Section::kGradients;
-  return narrow && format == TileFormat::kBf16Split ? 2 : 4;
+  switch (section) {
+    case Section::kWeights:
+    case Section::kGradients:
+      return format.weights == WeightFormat::kFp32 ? 4 : 2;
+    case Section::kMasterLow:
+      return format.weights == WeightFormat::kBf16Split ? 2 : 0;
+    case Section::kExpAvg:
+    case Section::kExpAvgSq:
+      return format.moments == MomentFormat::kFp32 ? 4 : format.moments == MomentFormat::kBf16 ? 2 : 1;
+    case Section::kExpAvgExponents:
+    case Section::kExpAvgSqExponents:
+      return format.moments == MomentFormat::kInt8 ? 1 : 0;
+    case Section::kAccumulator:
+      break;
+  }
+  return 4;
 }
 
 std::int64_t alignment_elements(TileFormat format) noexcept {
-  return 256 / static_cast<std::int64_t>(element_bytes(format, Section::kWeights));
+  const auto aligned = 256 / static_cast<std::int64_t>(element_bytes(format, Section::kWeights));
+  return format.moments == MomentFormat::kInt8 ? std::max(aligned, kMomentBlock) : aligned;
 }
 
 std::int64_t page_elements(TileFormat format) noexcept {
-  return static_cast<std::int64_t>(kPageBytes / element_bytes(format, Section::kWeights));
+  const std::size_t narrowest =
+      std::min(element_bytes(format, Section::kWeights), element_bytes(format, Section::kExpAvg));
+  return static_cast<std::int64_t>(kPageBytes / narrowest);
 }
 
 TileLayout::TileLayout(TileFormat format, std::vector<ParameterShape> parameters, Shard shard)
@@ -81,7 +107,7 @@ TileLayout::TileLayout(TileFormat format, std::vector<ParameterShape> parameters
     if (!parameters_[i].trainable) place(i);
   }
   weight_elements_ = next;
-  const Place last = section(Section::kExpAvgSq);
+  const Place last = section(Section::kExpAvgSqExponents);
   bytes_ = align_up(last.offset + last.bytes, kPageBytes);
 }
 
@@ -105,6 +131,9 @@ ElementRange TileLayout::range(int index) const {
 
 std::int64_t TileLayout::section_elements(Section section) const noexcept {
   if (element_bytes(format_, section) == 0) return 0;
+  if (section == Section::kExpAvgExponents || section == Section::kExpAvgSqExponents) {
+    return trainable_elements_ / kMomentBlock;  // parameters begin and gaps end at whole blocks
+  }
   return section == Section::kWeights ? weight_elements_ : trainable_elements_;
 }
 

@@ -6,25 +6,44 @@
 #include <cstdint>
 #include <vector>
 
+#include "base/precision.h"
 #include "base/span.h"
 
 namespace megatrain {
 
-enum class TileFormat {
-  kBf16Split,  // bf16 weights, int16 low half of the fp32 master, bf16 gradients, fp32 moments
-  kFp32,       // all of it fp32, no low half
+// What a tile's sections hold. Gradients are of the type of the weights.
+struct TileFormat {
+  WeightFormat weights = WeightFormat::kBf16Split;
+  MomentFormat moments = MomentFormat::kFp32;
+
+  static const TileFormat kBf16Split;  // with fp32 moments
+  static const TileFormat kFp32;       // all of it fp32
+  friend bool operator==(const TileFormat&, const TileFormat&) = default;
+};
+inline constexpr TileFormat TileFormat::kBf16Split{WeightFormat::kBf16Split, MomentFormat::kFp32};
+inline constexpr TileFormat TileFormat::kFp32{WeightFormat::kFp32, MomentFormat::kFp32};
+
+// In the order in which they lie in a tile. The exponents are those of 8-bit moments, a byte a block
+// of kMomentBlock. The accumulator (fp32) has memory of its own.
+enum class Section {
+  kWeights,
+  kMasterLow,
+  kGradients,
+  kExpAvg,
+  kExpAvgSq,
+  kExpAvgExponents,
+  kExpAvgSqExponents,
+  kAccumulator
 };
 
-// In the order in which they lie in a tile. The accumulator (fp32) has memory of its own.
-enum class Section { kWeights, kMasterLow, kGradients, kExpAvg, kExpAvgSq, kAccumulator };
-
-const char* format_name(TileFormat format) noexcept;  // "bf16_split", "fp32"
+const char* format_name(TileFormat format) noexcept;  // "bf16_split", "fp32_moments_int8", ...
 const char* section_name(Section section) noexcept;   // "weights", "master_low", ...
 // Bytes of one element; 0 where tiles of this format have no such section.
 std::size_t element_bytes(TileFormat format, Section section) noexcept;
-// Parameters begin at multiples of this: 256 bytes of weights, which GEMMs and the compiler want.
+// Parameters begin at multiples of this: 256 bytes of weights, which GEMMs and the compiler want,
+// and whole blocks of 8-bit moments.
 std::int64_t alignment_elements(TileFormat format) noexcept;
-// 4 KiB of the narrowest section: where a section may be cut without sharing a page.
+// 4 KiB of the narrowest section of elements: where a section may be cut without sharing a page.
 std::int64_t page_elements(TileFormat format) noexcept;
 
 struct ParameterShape {
@@ -42,7 +61,7 @@ class TileLayout {
   Shard shard() const noexcept { return shard_; }
   int parameters() const noexcept { return static_cast<int>(parameters_.size()); }
   const ParameterShape& parameter(int index) const;  // CallerError for an index out of range
-  // The same in every section that the parameter is in.
+  // The same in every section that the parameter is in; exponents count blocks.
   std::int64_t element_offset(int index) const;
   ElementRange range(int index) const;
 

@@ -99,15 +99,16 @@ bool TileStore::set_master(int tile, int parameter, const float* values) {
   const bool trainable = layout.parameter(parameter).trainable;
   const ElementRange mine = trainable ? intersect(whole, layout.owned()) : whole;
   values += mine.begin - whole.begin;
+  const bool has_low = trainable && layout.format().weights == WeightFormat::kBf16Split;
   std::byte* const weights = section(tile, Section::kWeights).data;
   std::byte* const lows = section(tile, Section::kMasterLow).data;
   std::atomic<bool> finite{true};
   for_parts(mine.size(), [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t at = mine.begin + begin;
     bool ok = true;
-    if (layout.format() == TileFormat::kFp32) {
+    if (layout.format().weights == WeightFormat::kFp32) {
       ok = copy_finite(values + begin, reinterpret_cast<float*>(weights) + at, end - begin);
-    } else if (trainable) {
+    } else if (has_low) {
       ok = split_master(values + begin, reinterpret_cast<std::uint16_t*>(weights) + at,
                         reinterpret_cast<std::int16_t*>(lows) + at, end - begin);
     } else {
@@ -129,14 +130,15 @@ void TileStore::get_master(int tile, int parameter, float* values) {
   const bool trainable = layout.parameter(parameter).trainable;
   const ElementRange mine = trainable ? intersect(whole, layout.owned()) : whole;
   values += mine.begin - whole.begin;
+  const bool has_low = trainable && layout.format().weights == WeightFormat::kBf16Split;
   const std::byte* const weights = section(tile, Section::kWeights).data;
   const std::byte* const lows = section(tile, Section::kMasterLow).data;
   for_parts(mine.size(), [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t at = mine.begin + begin;
-    if (layout.format() == TileFormat::kFp32) {
+    if (layout.format().weights == WeightFormat::kFp32) {
       std::memcpy(values + begin, reinterpret_cast<const float*>(weights) + at,
                   static_cast<std::size_t>(end - begin) * sizeof(float));
-    } else if (trainable) {
+    } else if (has_low) {
       join_master(reinterpret_cast<const std::uint16_t*>(weights) + at,
                   reinterpret_cast<const std::int16_t*>(lows) + at, values + begin, end - begin);
     } else {

@@ -48,7 +48,7 @@ class TileStore {
   SectionView section(int tile, Section section) const;
 
   // fp32 master of one parameter, `elements` floats. A sharded tile reads and writes its own part
-  // of them. A frozen bf16 parameter has no low half: values are rounded on the way in. Returns
+  // of them. A bf16 parameter without a low half (frozen, or by format) takes rounded values. Returns
   // false if a value is not finite (it is written all the same). Nobody else may use the parameter.
   [[nodiscard]] bool set_master(int tile, int parameter, const float* values);
   void get_master(int tile, int parameter, float* values);
@@ -65,6 +65,9 @@ class TileStore {
 
   // The pool, one caller at a time; others wait.
   void run(const std::function<void(unsigned worker, unsigned workers)>& body);
+  // Calls body(begin, end) for parts of [0, elements), in the pool where it is worth it; parts begin
+  // at multiples of 4096.
+  void for_parts(std::int64_t elements, const std::function<void(std::int64_t, std::int64_t)>& body);
   HostBuffer allocate(std::size_t bytes);
 
  private:
@@ -75,8 +78,6 @@ class TileStore {
     bool has_accumulator = false;
   };
   Tile& tile_at(int tile) const;  // under mutex_
-  // Calls body(begin, end) for parts of [0, elements), in the pool where it is worth it.
-  void for_parts(std::int64_t elements, const std::function<void(std::int64_t, std::int64_t)>& body);
 
   std::shared_ptr<Backend> backend_;  // first: buffers are unpinned through it
   const Isa isa_;

@@ -64,28 +64,35 @@ def require_host_memory(nbytes: int, override_bytes: int = 0, root: str = "") ->
 
 @final
 class TileFormat:
-    """bf16_split: bf16 weights, int16 low half, bf16 gradients, fp32 moments. fp32: all of it fp32,
-    no low half."""
+    """weights: "bf16_split" (with an int16 low half of the fp32 master), "bf16" (rounded stochastically) or
+    "fp32"; gradients are of their type. moments: "fp32", "bf16" or "int8" (both rounded stochastically)."""
 
-    bf16_split: TileFormat
-    fp32: TileFormat
-    __members__: ClassVar[dict[str, TileFormat]]
+    bf16_split: ClassVar[TileFormat]
+    """With fp32 moments."""
+    fp32: ClassVar[TileFormat]
+    """All of it fp32, no low half."""
+    def __init__(self, weights: str, moments: str = "fp32") -> None: ...
     @property
     def name(self) -> str: ...
     @property
-    def value(self) -> int: ...
-    def __int__(self) -> int: ...
-    def __index__(self) -> int: ...
+    def weights(self) -> str: ...
+    @property
+    def moments(self) -> str: ...
+    def __eq__(self, other: object, /) -> bool: ...
+    def __hash__(self) -> int: ...
 
 @final
 class Section:
-    """Parts of a tile. accumulator (fp32) exists only after TileStore.add_accumulator."""
+    """Parts of a tile. The exponents are those of int8 moments, a byte each 128 elements of the tile.
+    accumulator (fp32) exists only after TileStore.add_accumulator."""
 
     weights: Section
     master_low: Section
     gradients: Section
     exp_avg: Section
     exp_avg_sq: Section
+    exp_avg_exponents: Section
+    exp_avg_sq_exponents: Section
     accumulator: Section
     __members__: ClassVar[dict[str, Section]]
     @property
@@ -139,6 +146,10 @@ class TileStore:
         one is not finite (they are written all the same)."""
     def get_master(self, tile: int, parameter: int, values: object) -> None:
         """Read the exact fp32 master into a writable buffer of floats."""
+    def set_moments(self, tile: int, parameter: int, section: Section, values: object) -> None:
+        """Write fp32 values into exp_avg or exp_avg_sq, rounded to the nearest that the format has."""
+    def get_moments(self, tile: int, parameter: int, section: Section, values: object) -> None:
+        """Read exp_avg or exp_avg_sq exactly into a writable buffer of floats."""
     def __len__(self) -> int: ...
     @property
     def nbytes(self) -> int: ...
@@ -153,7 +164,8 @@ class TileStore:
 
 @final
 class ParameterUpdate:
-    """One parameter's hyperparameters in one update, captured by value. step counts from 1."""
+    """One parameter's hyperparameters in one update, captured by value. step counts from 1; with the seed
+    it keys stochastic rounding."""
 
     def __init__(
         self,
@@ -165,6 +177,7 @@ class ParameterUpdate:
         eps: float,
         weight_decay: float,
         step: int,
+        seed: int = 0,
     ) -> None: ...
 
 @final

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megatrain._native import Section
+from megatrain.interop import weight_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
@@ -115,7 +116,7 @@ def save_pretrained(
     target = Path(directory)
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; save_pretrained needs a directory")
-    dtype = torch.float32 if tiles.plan.units[0].layout.format.name == "fp32" else torch.bfloat16
+    dtype = weight_dtype(tiles.plan.units[0].layout.format)
     state = state_dict(module, tiles, blocks, dtype)
     # Ties are kept by the configuration: each tensor is written under its first name only.
     first_names = {parameter.name for parameter in tiles.plan.parameters}

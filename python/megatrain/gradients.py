@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatrain._native import Section, TileFormat
+from megatrain._native import Section
 from megatrain.interop import stream_handle, weight_dtype
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class GradientSink:
         rounded gradients."""
         stream = stream_handle(self._device)
         elements = total.flat.numel()
-        exact = unit.layout.format.value == TileFormat.fp32.value
+        exact = unit.layout.format.weights == "fp32"
         section = Section.accumulator if unit.tile in self._in_accumulator else Section.gradients
         dtype = torch.float32 if exact or unit.tile in self._in_accumulator else weight_dtype(unit.layout.format)
         before = torch.empty(elements, dtype=dtype, device=self._device)

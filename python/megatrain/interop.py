@@ -10,25 +10,29 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatrain._native import CudaBackend, Section, TileFormat
+from megatrain._native import CudaBackend, Section
 
 if TYPE_CHECKING:
-    from megatrain._native import Backend, TileStore
+    from megatrain._native import Backend, TileFormat, TileStore
 
-WEIGHT_DTYPE = {TileFormat.bf16_split.value: torch.bfloat16, TileFormat.fp32.value: torch.float32}
+MOMENT_DTYPE = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.uint8}
 
 
 def weight_dtype(tile_format: TileFormat) -> torch.dtype:
     """The type of the weights and gradients of a format."""
-    return WEIGHT_DTYPE[tile_format.value]
+    return torch.float32 if tile_format.weights == "fp32" else torch.bfloat16
 
 
 def section_dtype(tile_format: TileFormat, section: Section) -> torch.dtype:
-    """The torch type of the elements of a section."""
+    """The torch type of the elements of a section; codes and exponents of 8-bit moments are bytes."""
     if section.value in (Section.weights.value, Section.gradients.value):
         return weight_dtype(tile_format)
     if section.value == Section.master_low.value:
         return torch.int16
+    if section.value in (Section.exp_avg.value, Section.exp_avg_sq.value):
+        return MOMENT_DTYPE[tile_format.moments]
+    if section.value in (Section.exp_avg_exponents.value, Section.exp_avg_sq_exponents.value):
+        return torch.uint8
     return torch.float32
 
 

@@ -62,11 +62,16 @@ class StreamedModel:
 
     module: any nn.Module with one or more stacks of blocks (ModuleLists), a Hugging Face model for
         instance. It is taken over: its storage is released tensor by tensor.
-    optimizer: settings of the update, fp32 AdamW.
+    optimizer: settings of the update, AdamW in fp32 arithmetic.
     max_grad_norm: clip the norm of all gradients to this; None for no clipping.
     dtype: of the streamed weights. torch.bfloat16 keeps an exact fp32 master split into the bf16 weight
         and 16 more bits (14 bytes a parameter on the host with gradients and moments); torch.float32
         streams fp32 (16 bytes).
+    master: "split" as said; "none" drops the 16 bits and rounds bf16 weights stochastically (12 bytes).
+    moments: of Adam: "fp32"; "bf16", rounded stochastically (4 bytes a parameter less); "int8", 8-bit
+        floating codes in blocks of 128 that share an exponent, rounded stochastically (6 bytes less): within
+        1/8 (first) and 1/16 (second moment) of the value. Rounding is keyed by `seed`, the parameter's name,
+        its step and the element's index.
     device: "auto", "cuda", "cuda:1", "cpu" (the host backend), or a backend object.
     slots: blocks' weights that the device holds at a time, at least 2.
     compile: torch.compile the blocks; None for True on CUDA.
@@ -92,6 +97,8 @@ class StreamedModel:
         optimizer: AdamW | None = None,
         max_grad_norm: float | None = None,
         dtype: torch.dtype = torch.bfloat16,
+        master: str = "split",
+        moments: str = "fp32",
         device: str | torch.device | HostBackend | CudaBackend = "auto",
         slots: int = 2,
         compile: bool | None = None,
@@ -110,6 +117,8 @@ class StreamedModel:
         self.settings = Settings(
             max_grad_norm=max_grad_norm,
             dtype=dtype,
+            master=master,
+            moments=moments,
             slots=slots,
             compile=compile,
             skip_nonfinite=skip_nonfinite,
@@ -177,6 +186,7 @@ class StreamedModel:
             self._apply_update,
             self._drain,
             self._forget_gradients,
+            seed,
         )
         self._forward_uses = [unit.tile for unit in plan.units]
         self._backward_uses: list[int] = []

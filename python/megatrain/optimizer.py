@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatrain._native import ParameterUpdate, Section
+from megatrain.rng import rounding_seed
 from megatrain.settings import AdamW, check_hyperparameters
 
 if TYPE_CHECKING:
@@ -16,11 +17,15 @@ if TYPE_CHECKING:
     from megatrain.tiles import Tiles
     from megatrain.units import TiledParameter
 
+_MOMENTS = {"exp_avg": Section.exp_avg, "exp_avg_sq": Section.exp_avg_sq}
+
 
 class StreamedAdamW(torch.optim.Optimizer):
     """`model.optimizer`. Groups may be edited and scheduled as those of torch.optim.AdamW; what they say
     when an update is queued counts. State: `step`, `exp_avg` and `exp_avg_sq`, which are views of the
-    tiles; `state_dict()` loads into torch.optim.AdamW and the other way round."""
+    tiles (8-bit moments appear in `state_dict()` only, as fp32 copies); `state_dict()` loads into
+    torch.optim.AdamW and the other way round. What it holds is what the tiles hold, so a state that is
+    saved and loaded resumes to the bit; a foreign one is rounded to the nearest that they can hold."""
 
     def __init__(
         self,
@@ -30,6 +35,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         apply: Callable[[], None],
         drain: Callable[[], None],
         forget_gradients: Callable[[], None],
+        seed: int,
     ) -> None:
         self._tiles = tiles
         self._apply = apply
@@ -37,6 +43,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         self._forget_gradients = forget_gradients
         self._tiled: dict[int, TiledParameter] = {id(faces[p.name]): p for p in tiles.plan.parameters}
         self._face: dict[TiledParameter, TileParameter] = {p: faces[p.name] for p in tiles.plan.parameters}
+        self._seeds = {p: rounding_seed(seed, p.name) for p in tiles.plan.parameters}
         defaults = dict(lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
         super().__init__(self._groups(config), defaults)
 
@@ -108,9 +115,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             group = groups[id(face)]
             state = self.state[face]
             if not state:
-                state["step"] = torch.zeros((), dtype=torch.float32)
-                state["exp_avg"] = self._tiles.view(parameter, Section.exp_avg)
-                state["exp_avg_sq"] = self._tiles.view(parameter, Section.exp_avg_sq)
+                state.update(self._new_state(parameter, 0.0))
             state["step"] += 1
             found.append(
                 ParameterUpdate(
@@ -121,16 +126,34 @@ class StreamedAdamW(torch.optim.Optimizer):
                     eps=float(group["eps"]),
                     weight_decay=float(group["weight_decay"]),
                     step=int(state["step"]),
+                    seed=self._seeds[parameter],
                 )
             )
         return found
 
+    def _new_state(self, parameter: TiledParameter, steps: float) -> dict[str, torch.Tensor]:
+        state = {"step": torch.tensor(steps, dtype=torch.float32)}
+        if not self._coded(parameter):
+            state |= {name: self._tiles.view(parameter, section) for name, section in _MOMENTS.items()}
+        return state
+
+    def _coded(self, parameter: TiledParameter) -> bool:
+        return self._tiles.store.layout(parameter.tile).format.moments == "int8"
+
     # state
 
     def state_dict(self) -> dict[str, Any]:
-        """torch's layout; the moments are views of the tiles, as torch's are of its own tensors."""
+        """torch's layout; the moments are views of the tiles, as torch's are of its own tensors, or fp32
+        copies of 8-bit ones."""
         self._drain()
-        return super().state_dict()
+        state = super().state_dict()
+        faces = [face for group in self.param_groups for face in group["params"]]
+        for index, face in enumerate(faces):
+            parameter = self._tiled[id(face)]
+            if index in state["state"] and self._coded(parameter):
+                values = {name: self._tiles.moments(parameter, section) for name, section in _MOMENTS.items()}
+                state["state"][index] = state["state"][index] | values
+        return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Take over groups and moments; nothing is changed if the groups or a shape do not fit."""
@@ -148,7 +171,7 @@ class StreamedAdamW(torch.optim.Optimizer):
             check_hyperparameters({**self.defaults, **theirs})
             targets += zip(ours["params"], (state_dict["state"].get(key) for key in theirs["params"]), strict=True)
         for face, entry in targets:
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name in _MOMENTS:
                 if entry is not None and entry[name].shape != face.shape:
                     raise ValueError(
                         f"{name} of {self._tiled[id(face)].name} has shape {tuple(entry[name].shape)}, "
@@ -158,16 +181,15 @@ class StreamedAdamW(torch.optim.Optimizer):
         fresh = [None if e is None else (float(e["step"]), e["exp_avg"], e["exp_avg_sq"]) for _, e in targets]
         for (face, _), values in zip(targets, fresh, strict=True):
             parameter = self._tiled[id(face)]
-            first, second = (self._tiles.view(parameter, s) for s in (Section.exp_avg, Section.exp_avg_sq))
             if values is None:
-                first.zero_()
-                second.zero_()
+                for section in _MOMENTS.values():
+                    self._tiles.view(parameter, section).zero_()
                 self.state.pop(face, None)
                 continue
-            steps, exp_avg, exp_avg_sq = values
-            first.copy_(exp_avg)
-            second.copy_(exp_avg_sq)
-            self.state[face] = {"step": torch.tensor(steps), "exp_avg": first, "exp_avg_sq": second}
+            steps, *moments = values
+            for section, moment in zip(_MOMENTS.values(), moments, strict=True):
+                self._tiles.write_moments(parameter, section, moment)
+            self.state[face] = self._new_state(parameter, steps)
         for theirs, ours in zip(saved, self.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
 

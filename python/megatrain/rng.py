@@ -23,6 +23,13 @@ def seed_for(seed: int, step: int, micro_batch: int) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little") >> 1
 
 
+def rounding_seed(seed: int, name: str) -> int:
+    """The seed of one parameter's stochastic rounding, whose key is (this, the parameter's step, the
+    element's index in the parameter): 64 bits of a hash of the model's seed and the parameter's name."""
+    key = seed.to_bytes(8, "little", signed=True) + name.encode()
+    return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
+
+
 @dataclass(frozen=True)
 class RngState:
     """The default generators' states: the host's, and the compute device's where it has its own."""

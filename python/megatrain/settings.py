@@ -53,6 +53,8 @@ class Settings:
 
     max_grad_norm: float | None = None
     dtype: torch.dtype = torch.bfloat16
+    master: str = "split"
+    moments: str = "fp32"
     slots: int = 2
     compile: bool | None = None
     skip_nonfinite: bool = True
@@ -72,6 +74,12 @@ class Settings:
             raise ValueError(f"seed is {self.seed}; it must fit into 64 bits")
         if self.threads < 0:
             raise ValueError(f"threads is {self.threads}; it must be at least 0")
+        if self.master not in ("split", "none"):
+            raise ValueError(f'master is "{self.master}"; it must be "split" or "none"')
+        if self.master == "none" and self.dtype == torch.float32:
+            raise ValueError('master is "none" with dtype=torch.float32, whose weights are their own master')
+        if self.moments not in ("fp32", "bf16", "int8"):
+            raise ValueError(f'moments is "{self.moments}"; it must be "fp32", "bf16" or "int8"')
         if self.slots < 2:
             raise ValueError(f"slots is {self.slots}; the ring needs at least 2")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
@@ -79,7 +87,8 @@ class Settings:
 
     @property
     def tile_format(self) -> TileFormat:
-        return TileFormat.bf16_split if self.dtype == torch.bfloat16 else TileFormat.fp32
+        bf16 = "bf16_split" if self.master == "split" else "bf16"
+        return TileFormat(bf16 if self.dtype == torch.bfloat16 else "fp32", self.moments)
 
 
 def chosen_isa(isa: str) -> str:

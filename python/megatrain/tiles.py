@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatrain._native import Section, TileFormat
+from megatrain._native import Section
 from megatrain.interop import parameter_tensor
 
 if TYPE_CHECKING:
@@ -68,8 +68,21 @@ class Tiles:
 
     def forget_low_half(self, parameter: TiledParameter) -> None:
         """The weights were edited in place: they are the master now."""
-        if parameter.trainable and self.store.layout(parameter.tile).format.value == TileFormat.bf16_split.value:
+        if parameter.trainable and self.store.layout(parameter.tile).format.weights == "bf16_split":
             self.view(parameter, Section.master_low).zero_()
+
+    def moments(self, parameter: TiledParameter, section: Section) -> torch.Tensor:
+        """Exact values of section exp_avg or exp_avg_sq: a view of the tile, or a new fp32 tensor where the
+        tile holds 8-bit codes."""
+        if self.store.layout(parameter.tile).format.moments != "int8":
+            return self.view(parameter, section)
+        values = torch.empty(parameter.shape, dtype=torch.float32)
+        self.store.get_moments(parameter.tile, parameter.index, section, values.view(-1).numpy())
+        return values
+
+    def write_moments(self, parameter: TiledParameter, section: Section, values: torch.Tensor) -> None:
+        """Rounded to the nearest that the tile holds; what `moments` gave comes back unchanged."""
+        self.store.set_moments(parameter.tile, parameter.index, section, _host_floats(values))
 
 
 def _host_floats(values: torch.Tensor) -> object:

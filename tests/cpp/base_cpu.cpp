@@ -14,6 +14,7 @@ TEST(Cpu, NamesAreTheKnownOnes) {
   EXPECT_STREQ(isa_name(Isa::kScalar), "scalar");
   EXPECT_STREQ(isa_name(Isa::kAvx2), "avx2");
   EXPECT_STREQ(isa_name(Isa::kAvx512), "avx512");
+  EXPECT_STREQ(isa_name(Isa::kNeon), "neon");
 }
 
 TEST(Cpu, SupportedBeginsWithScalarAndIsOrdered) {
@@ -33,6 +34,12 @@ TEST(Cpu, SupportedAgreesWithTheCompilersOwnDetection) {
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   EXPECT_EQ(has(Isa::kAvx2), avx2);
   EXPECT_EQ(has(Isa::kAvx512), avx2 && avx512);
+  EXPECT_FALSE(has(Isa::kNeon));
+}
+#elif defined(__aarch64__)
+TEST(Cpu, NeonIsPartOfEvery64BitArm) {
+  EXPECT_EQ(supported_isas(), (std::vector<Isa>{Isa::kScalar, Isa::kNeon}));
+  EXPECT_EQ(select_isa(""), Isa::kNeon);
 }
 #endif
 
@@ -48,7 +55,7 @@ TEST(Cpu, SelectRefusesAnUnknownNameAndListsTheKnownOnes) {
       FAIL() << name << " was accepted";
     } catch (const CallerError& error) {
       const std::string message = error.what();
-      for (const char* part : {name, "scalar", "avx2", "avx512"}) {
+      for (const char* part : {name, "scalar", "avx2", "avx512", "neon"}) {
         EXPECT_NE(message.find(part), std::string::npos) << message;
       }
     }
@@ -57,7 +64,7 @@ TEST(Cpu, SelectRefusesAnUnknownNameAndListsTheKnownOnes) {
 
 TEST(Cpu, SelectRefusesWhatThisCpuLacks) {
   const auto isas = supported_isas();
-  for (const Isa isa : {Isa::kAvx2, Isa::kAvx512}) {
+  for (const Isa isa : {Isa::kAvx2, Isa::kAvx512, Isa::kNeon}) {
     if (std::find(isas.begin(), isas.end(), isa) != isas.end()) continue;
     EXPECT_THROW(select_isa(isa_name(isa)), CallerError);
   }

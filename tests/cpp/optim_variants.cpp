@@ -125,7 +125,7 @@ TEST_P(Variant, DoesNotDependOnTheThreadsFloatModes) {
 TEST(AdamW, AnInstructionSetThatThisCpuLacksIsRefused) {
   Parameter parameter(0, 1);
   const auto isas = supported_isas();
-  for (const Isa isa : {Isa::kAvx2, Isa::kAvx512, static_cast<Isa>(99)}) {
+  for (const Isa isa : {Isa::kAvx2, Isa::kAvx512, Isa::kNeon, static_cast<Isa>(99)}) {
     if (std::find(isas.begin(), isas.end(), isa) != isas.end()) continue;
     EXPECT_THROW((void)adamw(isa, {}, parameter.split_span()), CallerError);
     EXPECT_THROW((void)adamw(isa, {}, parameter.float_span()), CallerError);

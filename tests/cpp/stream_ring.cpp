@@ -47,6 +47,14 @@ TEST_P(Ring, EqualsTheSynchronousRunWithTwoSlots) { check({}); }
 
 TEST_P(Ring, EqualsItWithThreeSlotsInFp32) { check({.format = TileFormat::kFp32, .slots = 3}); }
 
+TEST_P(Ring, EqualsItInTheOtherPrecisions) {
+  for (const TileFormat format : {TileFormat{WeightFormat::kBf16, MomentFormat::kFp32},
+                                  TileFormat{WeightFormat::kBf16Split, MomentFormat::kBf16},
+                                  TileFormat{WeightFormat::kBf16, MomentFormat::kInt8}}) {
+    check({.format = format, .steps = 8});
+  }
+}
+
 TEST_P(Ring, EqualsItWithAsManySlotsAsTiles) { check({.slots = 5}); }
 
 TEST_P(Ring, EqualsItWithUpdatesInBackwardAndForward) {

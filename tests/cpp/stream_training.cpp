@@ -9,6 +9,7 @@
 #include "device_memory.h"
 #include "optim_data.h"
 #include "stream/engine.h"
+#include "tile_span.h"
 
 namespace megatrain::testing {
 namespace {
@@ -31,7 +32,8 @@ Bytes random_elements(const TrainingOptions& options, std::int64_t count, std::u
   for (std::int64_t i = 0; i < count; ++i) {
     const float value = values.normal(0.1f);
     const std::uint16_t narrow = to_bf16(value);
-    const void* source = options.format == TileFormat::kFp32 ? static_cast<const void*>(&value) : &narrow;
+    const void* source =
+        options.format.weights == WeightFormat::kFp32 ? static_cast<const void*>(&value) : &narrow;
     std::memcpy(bytes.data() + static_cast<std::size_t>(i) * width(options), source, width(options));
   }
   return bytes;
@@ -113,7 +115,8 @@ class Run {
 };
 
 // What both results hold of a tile; gradients are left out, since nothing reads them any more.
-constexpr Section kState[] = {Section::kWeights, Section::kMasterLow, Section::kExpAvg, Section::kExpAvgSq};
+constexpr Section kState[] = {Section::kWeights,  Section::kMasterLow,       Section::kExpAvg,
+                              Section::kExpAvgSq, Section::kExpAvgExponents, Section::kExpAvgSqExponents};
 
 class SynchronousRun : public Run {
  public:
@@ -148,14 +151,14 @@ class SynchronousRun : public Run {
   void load(int tile, int parameter, const std::vector<float>& master) {
     const std::int64_t first = layout_of(options_, tile).element_offset(parameter);
     const auto count = static_cast<std::int64_t>(master.size());
-    if (options_.format == TileFormat::kFp32) {
+    if (options_.format.weights == WeightFormat::kFp32) {
       std::copy(master.begin(), master.end(), at<float>(tile, Section::kWeights, first));
       return;
     }
     std::vector<std::int16_t> low(master.size());
     static_cast<void>(
         split_master(master.data(), at<std::uint16_t>(tile, Section::kWeights, first), low.data(), count));
-    if (parameter == kFrozen) return;
+    if (parameter == kFrozen || options_.format.weights == WeightFormat::kBf16) return;
     std::copy(low.begin(), low.end(), at<std::int16_t>(tile, Section::kMasterLow, first));
   }
 
@@ -176,20 +179,8 @@ class SynchronousRun : public Run {
   void update(int tile, std::vector<ParameterUpdate> updates) override {
     for (const ParameterUpdate& update : updates) {
       const ElementRange range = layout_of(options_, tile).range(update.parameter);
-      float* const exp_avg = at<float>(tile, Section::kExpAvg, range.begin);
-      float* const exp_avg_sq = at<float>(tile, Section::kExpAvgSq, range.begin);
-      if (options_.format == TileFormat::kFp32) {
-        static_cast<void>(adamw(Isa::kScalar, update.step,
-                                AdamWFloatSpan{at<float>(tile, Section::kWeights, range.begin),
-                                               at<float>(tile, Section::kGradients, range.begin), exp_avg,
-                                               exp_avg_sq, range.size()}));
-      } else {
-        static_cast<void>(adamw(Isa::kScalar, update.step,
-                                AdamWSplitSpan{at<std::uint16_t>(tile, Section::kWeights, range.begin),
-                                               at<std::int16_t>(tile, Section::kMasterLow, range.begin),
-                                               at<std::uint16_t>(tile, Section::kGradients, range.begin),
-                                               exp_avg, exp_avg_sq, range.size()}));
-      }
+      const auto section = [&](Section which) { return at<std::byte>(tile, which, 0); };
+      static_cast<void>(adamw(Isa::kScalar, update.step, tile_span(options_.format, section, range, 0)));
     }
   }
 

@@ -2,13 +2,15 @@
 #include <gtest/gtest.h>
 
 #include "base/error.h"
+#include "tile_span.h"
 #include "tiles/tile_layout.h"
 
 namespace megatrain {
 namespace {
 
-constexpr Section kSections[] = {Section::kWeights, Section::kMasterLow, Section::kGradients,
-                                 Section::kExpAvg, Section::kExpAvgSq};
+constexpr Section kSections[] = {Section::kWeights,          Section::kMasterLow, Section::kGradients,
+                                 Section::kExpAvg,           Section::kExpAvgSq,  Section::kExpAvgExponents,
+                                 Section::kExpAvgSqExponents};
 
 TEST(TileLayout, PutsTrainableParametersFirstInTheOrderGiven) {
   const TileLayout layout(TileFormat::kBf16Split, {{100, true}, {7, false}, {129, true}, {128, false}});
@@ -49,8 +51,40 @@ TEST(TileLayout, HasNoLowHalfInFp32) {
   EXPECT_EQ(layout.bytes(), 16384u);
 }
 
+// What the design promises a parameter costs, gradients included, on a tile without gaps.
+TEST(TileLayout, TakesTheBytesOfItsPrecision) {
+  constexpr std::int64_t kElements = std::int64_t{1} << 22;
+  const auto bytes = [](WeightFormat weights, MomentFormat moments) {
+    return TileLayout({weights, moments}, {{kElements, true}}).bytes();
+  };
+  const std::size_t exponents = 2 * kElements / kMomentBlock;
+  const std::size_t n = kElements;
+  EXPECT_EQ(bytes(WeightFormat::kBf16Split, MomentFormat::kFp32), 14 * n);
+  EXPECT_EQ(bytes(WeightFormat::kBf16, MomentFormat::kFp32), 12 * n);
+  EXPECT_EQ(bytes(WeightFormat::kBf16Split, MomentFormat::kBf16), 10 * n);
+  EXPECT_EQ(bytes(WeightFormat::kBf16, MomentFormat::kBf16), 8 * n);
+  EXPECT_EQ(bytes(WeightFormat::kBf16Split, MomentFormat::kInt8), 8 * n + exponents);
+  EXPECT_EQ(bytes(WeightFormat::kBf16, MomentFormat::kInt8), 6 * n + exponents);
+  EXPECT_EQ(bytes(WeightFormat::kFp32, MomentFormat::kFp32), 16 * n);
+  EXPECT_EQ(bytes(WeightFormat::kFp32, MomentFormat::kBf16), 12 * n);
+  EXPECT_EQ(bytes(WeightFormat::kFp32, MomentFormat::kInt8), 10 * n + exponents);
+}
+
+TEST(TileLayout, KeepsBlocksOfEightBitMomentsWhole) {
+  for (const WeightFormat weights : {WeightFormat::kBf16Split, WeightFormat::kBf16, WeightFormat::kFp32}) {
+    const TileFormat format{weights, MomentFormat::kInt8};
+    for (const int rank : {0, 1, 2}) {
+      const TileLayout layout(format, {{1, true}, {129, true}, {70, true}, {20000, true}}, {rank, 3});
+      for (int p = 0; p < layout.parameters(); ++p) EXPECT_EQ(layout.element_offset(p) % kMomentBlock, 0);
+      EXPECT_EQ(layout.owned().begin % kMomentBlock, 0);
+      EXPECT_EQ(layout.section_elements(Section::kExpAvgExponents) * kMomentBlock,
+                layout.trainable_elements());
+    }
+  }
+}
+
 TEST(TileLayout, AlignsEverySectionAndParameter) {
-  for (const TileFormat format : {TileFormat::kBf16Split, TileFormat::kFp32}) {
+  for (const TileFormat format : testing::all_tile_formats()) {
     const TileLayout layout(format,
                             {{1, true}, {0, true}, {127, true}, {128, true}, {129, false}, {1, true}});
     std::size_t end = 0;
@@ -104,7 +138,7 @@ TEST(TileLayout, CountsInSixtyFourBits) {
 }
 
 TEST(TileLayout, ShardsCoverTheTrainablePartExactlyOnce) {
-  for (const TileFormat format : {TileFormat::kBf16Split, TileFormat::kFp32}) {
+  for (const TileFormat format : testing::all_tile_formats()) {
     for (const std::int64_t elements : {std::int64_t{0}, std::int64_t{1}, std::int64_t{2048},
                                         std::int64_t{100000}, (std::int64_t{1} << 33) + 5}) {
       for (const int ranks : {1, 2, 3, 7, 64}) {

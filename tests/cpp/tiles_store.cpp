@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 #include <cstring>
 #include <limits>
 #include <numeric>
@@ -10,6 +11,8 @@
 #include "base/error.h"
 #include "device/backend.h"
 #include "optim_data.h"
+#include "tile_span.h"
+#include "tiles/tile_moments.h"
 #include "tiles/tile_store.h"
 
 namespace megatrain {
@@ -105,6 +108,53 @@ TEST(TileStore, MastersComeBackToTheBit) {
         store->get_master(0, p, read.data());
         EXPECT_EQ(bits(read), bits(written[static_cast<std::size_t>(p)]));
       }
+    }
+  }
+}
+
+// Moments that a format can hold come back to the bit, in one thread and in the pool.
+TEST(TileStore, MomentsComeBackToTheBit) {
+  for (const TileFormat format : testing::all_tile_formats()) {
+    const auto store = make_store(SIZE_MAX, 3);
+    store->add(TileLayout(format, {{77, true}, {200001, true}, {1, true}, {5, false}}));
+    for (const Moment moment : {Moment::kExpAvg, Moment::kExpAvgSq}) {
+      for (int p = 0; p < 3; ++p) {
+        std::vector<float> given = values(store->layout(0).parameter(p).elements, 4);
+        if (moment == Moment::kExpAvgSq) {
+          for (float& value : given) value *= value;
+        }
+        set_moments(*store, 0, p, moment, given.data());
+        std::vector<float> held(given.size()), again(given.size());
+        get_moments(*store, 0, p, moment, held.data());
+        for (std::size_t i = 0; i < given.size(); ++i) {
+          const double relative = format.moments == MomentFormat::kFp32   ? 0
+                                  : format.moments == MomentFormat::kBf16 ? std::ldexp(1.0, -8)
+                                  : moment == Moment::kExpAvg             ? std::ldexp(1.0, -4)
+                                                                          : std::ldexp(1.0, -5);
+          const double floor = format.moments == MomentFormat::kInt8 ? 6e-4 : 0;  // smallest code below 32
+          ASSERT_NEAR(held[i], given[i], relative * std::abs(given[i]) + floor) << format_name(format) << i;
+        }
+        set_moments(*store, 0, p, moment, held.data());
+        get_moments(*store, 0, p, moment, again.data());
+        EXPECT_EQ(bits(again), bits(held)) << format_name(format);
+      }
+      std::vector<float> five(5);
+      EXPECT_THROW(get_moments(*store, 0, 3, moment, five.data()), CallerError);
+      EXPECT_THROW(set_moments(*store, 0, 3, moment, five.data()), CallerError);
+    }
+  }
+}
+
+TEST(TileStore, WithoutALowHalfMastersAreTheRoundedWeights) {
+  for (const bool trainable : {true, false}) {
+    const auto store = make_store();
+    store->add(TileLayout({WeightFormat::kBf16, MomentFormat::kFp32}, {{9000, trainable}}));
+    const std::vector<float> written = values(9000, 3);
+    EXPECT_TRUE(store->set_master(0, 0, written.data()));
+    std::vector<float> read(9000);
+    store->get_master(0, 0, read.data());
+    for (std::size_t i = 0; i < read.size(); ++i) {
+      ASSERT_EQ(read[i], testing::from_bf16(testing::to_bf16(written[i]))) << i;
     }
   }
 }

@@ -91,6 +91,13 @@ class PrecisionSettings(Settings):
             "auto: bfloat16 on a GPU, float32 on a CPU."
         ),
     )
+    master: Literal["split", "none"] = Field(
+        default="split",
+        description="With bfloat16 weights. none: no fp32 master, weights are rounded stochastically.",
+    )
+    moments: Literal["fp32", "bf16", "int8"] = Field(
+        default="fp32", description="How Adam's moments are kept. bf16 and int8 are rounded stochastically."
+    )
 
 
 class EvalSettings(Settings):

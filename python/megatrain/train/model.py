@@ -109,6 +109,8 @@ def stream(source: ModelSource, settings: TrainSettings) -> megatrain.StreamedMo
         ),
         max_grad_norm=settings.optimizer.max_grad_norm,
         dtype=resolve_dtype(settings),
+        master=settings.precision.master,
+        moments=settings.precision.moments,
         device=settings.device,
         compile=None if settings.compile == "auto" else settings.compile,
         slots=settings.slots,
