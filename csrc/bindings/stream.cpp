@@ -93,6 +93,53 @@ void bind_slots(py::class_<Engine>& engine) {
       .def("mark_edited", &Engine::mark_edited, py::arg("tile"), ReleaseGil());
 }
 
+void bind_resident(py::class_<Engine>& engine) {
+  engine
+      .def(
+          "add_resident",
+          [](Engine& self, int tile, std::uintptr_t device_pointer, std::uintptr_t non_finite) {
+            self.add_resident(tile, pointer(device_pointer), reinterpret_cast<int*>(non_finite));
+          },
+          py::arg("tile"), py::arg("device_pointer"), py::arg("non_finite"), ReleaseGil())
+      .def(
+          "use_resident",
+          [](Engine& self, int tile, std::uintptr_t stream) { self.use_resident(tile, stream_view(stream)); },
+          py::arg("tile"), py::arg("stream"), ReleaseGil());
+}
+
+void bind_kept(py::class_<Engine>& engine) {
+  engine
+      .def(
+          "keep",
+          [](Engine& self, int tile, std::uintptr_t device_pointer, std::size_t bytes,
+             std::uintptr_t stream) {
+            return self.kept().put(tile, pointer(device_pointer), bytes, stream_view(stream));
+          },
+          py::arg("tile"), py::arg("device_pointer"), py::arg("nbytes"), py::arg("stream"), ReleaseGil())
+      .def(
+          "kept_landed", [](Engine& self, std::int64_t kept) { return self.kept().landed(kept); },
+          py::arg("kept"), ReleaseGil())
+      .def(
+          "wait_kept", [](Engine& self, std::int64_t kept) { self.kept().wait_landed(kept); },
+          py::arg("kept"), ReleaseGil())
+      .def(
+          "bring_back",
+          [](Engine& self, std::int64_t kept, std::uintptr_t device_pointer, std::uintptr_t stream) {
+            self.kept().get(kept, pointer(device_pointer), stream_view(stream));
+          },
+          py::arg("kept"), py::arg("device_pointer"), py::arg("stream"), ReleaseGil())
+      .def(
+          "wait_back",
+          [](Engine& self, std::int64_t kept, std::uintptr_t stream) {
+            self.kept().wait_got(kept, stream_view(stream));
+          },
+          py::arg("kept"), py::arg("stream"), ReleaseGil())
+      .def(
+          "drop_kept", [](Engine& self, std::int64_t kept) { self.kept().drop(kept); }, py::arg("kept"),
+          ReleaseGil())
+      .def("kept_bytes", [](Engine& self) { return self.kept().bytes(); }, ReleaseGil());
+}
+
 void bind_trace(py::class_<Engine>& engine) {
   engine.def("begin_step", &Engine::begin_step, py::arg("step"), ReleaseGil())
       .def(
@@ -123,20 +170,29 @@ void bind_stream(py::module_& module) {
   bind_values(module);
   py::class_<Engine> engine(module, "Engine", py::is_final());
   engine
-      .def(py::init(
-               [](std::shared_ptr<TileStore> store, std::size_t trace_capacity, std::string without_wait) {
-                 return std::make_unique<Engine>(std::move(store),
-                                                 EngineOptions{trace_capacity, std::move(without_wait)});
-               }),
-           py::arg("store"), py::kw_only(), py::arg("trace_capacity") = 65536, py::arg("without_wait") = "")
-      .def("update", &Engine::update, py::arg("tile"), py::arg("parameters"), py::arg("gradient_scale"),
-           py::arg("priority"), ReleaseGil())
+      .def(py::init([](std::shared_ptr<TileStore> store, std::size_t trace_capacity, bool copy_by_parameter,
+                       std::string without_wait) {
+             return std::make_unique<Engine>(
+                 std::move(store), EngineOptions{trace_capacity, copy_by_parameter, std::move(without_wait)});
+           }),
+           py::arg("store"), py::kw_only(), py::arg("trace_capacity") = 65536,
+           py::arg("copy_by_parameter") = false, py::arg("without_wait") = "")
+      .def(
+          "update",
+          [](Engine& self, int tile, std::vector<ParameterUpdate> parameters, float gradient_scale,
+             std::int64_t priority, std::uintptr_t stream) {
+            self.update(tile, std::move(parameters), gradient_scale, priority, stream_view(stream));
+          },
+          py::arg("tile"), py::arg("parameters"), py::arg("gradient_scale"), py::arg("priority"),
+          py::arg("stream") = 0, ReleaseGil())
       .def("wait_updates", &Engine::wait_updates, ReleaseGil())
       .def("updates_pending", &Engine::updates_pending, ReleaseGil())
       .def("synchronize", &Engine::synchronize, ReleaseGil())
       .def("close", &Engine::close, ReleaseGil());
   bind_slots(engine);
   bind_copies(engine);
+  bind_resident(engine);
+  bind_kept(engine);
   bind_trace(engine);
 }
 

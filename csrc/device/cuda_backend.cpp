@@ -15,6 +15,7 @@
 #include "device/cuda_clock.h"
 #include "device/pin_budget.h"
 #include "device/pinned_pieces.h"
+#include "kernels/device_adamw.h"
 
 namespace megatrain {
 namespace {
@@ -142,6 +143,11 @@ class CudaBackend final : public Backend {
                              (up ? "to the device" : "to the host") + " on " + names_.of(stream));
       }
     }
+  }
+
+  void update(const AdamWStep& step, const AdamWSpan& span, int* non_finite, StreamView stream) override {
+    make_current(device_);
+    queue_adamw(step, span, non_finite, stream.handle);
   }
 
   void poison(void*, std::size_t) override {}

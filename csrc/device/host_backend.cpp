@@ -17,6 +17,7 @@
 #include "device/meminfo.h"
 #include "device/pin_budget.h"
 #include "device/random_delay.h"
+#include "optim/adamw.h"
 
 namespace megatrain {
 namespace {
@@ -120,6 +121,21 @@ class HostBackend final : public Backend {
     });
   }
 
+  void update(const AdamWStep& step, const AdamWSpan& span, int* non_finite, StreamView stream) override {
+    const auto work = [this, step, span, non_finite] {
+      if (!adamw(isa_, step, span)) *non_finite = 1;
+    };
+    if (stream.handle == 0) {
+      work();
+      return;
+    }
+    OwnedStream& target = owned(stream);
+    target.stream.push([this, &target, work] {
+      delay(target.delays);
+      work();
+    });
+  }
+
   void poison(void* device, std::size_t bytes) override {
     if (options_.poison && bytes > 0) std::memset(device, 0xFF, bytes);
   }
@@ -160,6 +176,7 @@ class HostBackend final : public Backend {
   }
 
   const HostBackendOptions options_;
+  const Isa isa_ = select_isa("");
   const pid_t process_ = getpid();
   PinBudget pin_budget_;
   std::atomic<std::uint64_t> next_stream_{kFirstStream};

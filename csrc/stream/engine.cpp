@@ -13,14 +13,23 @@ Engine::Engine(std::shared_ptr<TileStore> store, const EngineOptions& options)
       gate_([this] { monitor_.notify(); }),
       trace_(backend_, options.trace_capacity),
       staging_up_(*store_, events_, store_->staging_bytes() / 2),
-      staging_down_(*store_, events_, store_->staging_bytes() / 2) {
-  const EngineParts parts{*store_,       gate_,  monitor_,
-                          events_,       trace_, staging_up_,
-                          staging_down_, step_,  wait_from_name(options.without_wait)};
+      staging_down_(*store_, events_, store_->staging_bytes() / 2),
+      parts_{*store_,
+             gate_,
+             monitor_,
+             events_,
+             trace_,
+             staging_up_,
+             staging_down_,
+             step_,
+             wait_from_name(options.without_wait),
+             options.copy_by_parameter},
+      kept_(parts_),
+      resident_(parts_) {
   try {
-    prefetcher_ = std::make_unique<Prefetcher>(parts);
-    drain_ = std::make_unique<GradientDrain>(parts);
-    updates_ = std::make_unique<UpdateQueue>(parts);
+    prefetcher_ = std::make_unique<Prefetcher>(parts_);
+    drain_ = std::make_unique<GradientDrain>(parts_);
+    updates_ = std::make_unique<UpdateQueue>(parts_);
   } catch (...) {
     monitor_.stop();  // so that the destructors of those that were started can join
     throw;
@@ -82,16 +91,36 @@ void Engine::fetch(const SectionCopy& copy, StreamView stream) {
   drain_->fetch(copy, stream);
 }
 
+void Engine::add_resident(int tile, std::byte* device, int* non_finite) {
+  check();
+  resident_.add(tile, device, non_finite);
+}
+
+void Engine::use_resident(int tile, StreamView stream) {
+  check();
+  resident_.use(tile, stream);
+}
+
+KeptStore& Engine::kept() {
+  check();
+  return kept_;
+}
+
 void Engine::update(int tile, std::vector<ParameterUpdate> updates, float gradient_scale,
-                    std::int64_t priority) {
+                    std::int64_t priority, StreamView stream) {
   check();
   for (ParameterUpdate& update : updates) update.step.gradient_scale = gradient_scale;
-  updates_->push(tile, std::move(updates), priority);
+  if (resident_.has(tile)) {
+    resident_.update(tile, updates, stream);
+  } else {
+    updates_->push(tile, std::move(updates), priority);
+  }
 }
 
 void Engine::wait_updates() {
   check();
   updates_->wait_idle();
+  resident_.write_back();
 }
 
 void Engine::release_all(StreamView stream) {
@@ -111,6 +140,7 @@ void Engine::synchronize() {
   drain_->wait_queued();
   drain_->synchronize();
   prefetcher_->synchronize();
+  kept_.synchronize();
 }
 
 void Engine::begin_step(std::int64_t step) {
@@ -170,6 +200,8 @@ std::exception_ptr Engine::finish() noexcept {
   try {
     prefetcher_->synchronize();
     drain_->synchronize();
+    kept_.synchronize();
+    resident_.synchronize();
   } catch (...) {
     if (!seen && !unseen) unseen = std::current_exception();
   }

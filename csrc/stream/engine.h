@@ -12,14 +12,18 @@
 #include <vector>
 
 #include "stream/gradient_drain.h"
+#include "stream/kept_store.h"
 #include "stream/parts.h"
 #include "stream/prefetcher.h"
+#include "stream/resident_tiles.h"
 #include "stream/update_queue.h"
 
 namespace megatrain {
 
 struct EngineOptions {
   std::size_t trace_capacity = 65536;
+  // Weights go up parameter by parameter instead of tile by tile: to measure what bursts are worth.
+  bool copy_by_parameter = false;
   std::string without_wait = {};  // for tests: the name of one wait to leave out
 };
 
@@ -52,8 +56,17 @@ class Engine {
   void wait_drain(std::int64_t ticket, StreamView stream);
   void fetch(const SectionCopy& copy, StreamView stream);
 
-  // Queues the update of the listed parameters; see UpdateQueue::push.
-  void update(int tile, std::vector<ParameterUpdate> updates, float gradient_scale, std::int64_t priority);
+  // See ResidentTiles. A resident tile is never acquired.
+  void add_resident(int tile, std::byte* device, int* non_finite);
+  void use_resident(int tile, StreamView stream);
+  // See KeptStore.
+  KeptStore& kept();
+
+  // Queues the update of the listed parameters: on the host (see UpdateQueue::push), or on `stream`
+  // where the tile is resident.
+  void update(int tile, std::vector<ParameterUpdate> updates, float gradient_scale, std::int64_t priority,
+              StreamView stream = {});
+  // Blocks until the host's tiles are what all updates so far have made of them.
   void wait_updates();
   bool updates_pending();
   void synchronize();  // blocks until drains, updates and copies have ended
@@ -85,6 +98,7 @@ class Engine {
   StagingRing staging_up_;
   StagingRing staging_down_;
   std::atomic<std::int64_t> step_{0};
+  const EngineParts parts_;
   struct Compute {
     int tile = -1;
     std::int64_t step = 0;
@@ -92,6 +106,8 @@ class Engine {
   };
   Compute compute_;
   bool closed_ = false;
+  KeptStore kept_;
+  ResidentTiles resident_;
   std::unique_ptr<Prefetcher> prefetcher_;
   std::unique_ptr<GradientDrain> drain_;
   std::unique_ptr<UpdateQueue> updates_;

@@ -24,6 +24,7 @@ struct EngineParts {
   StagingRing& staging_down;
   std::atomic<std::int64_t>& step;  // that spans belong to
   Wait removed;                     // by a test; kNone otherwise
+  bool copy_by_parameter;           // see EngineOptions
 
   bool keeps(Wait wait) const noexcept { return wait != removed; }
 };

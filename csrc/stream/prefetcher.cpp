@@ -228,6 +228,17 @@ SharedEvent Prefetcher::queue_copy(const Request& request, std::byte* device) {
   const SharedEvent begin = parts_.events.record(stream_);
   if (!weights.pinned) {
     parts_.staging_up.copy_up(device, weights.data, weights.bytes, stream_);
+  } else if (parts_.copy_by_parameter) {
+    const TileLayout& layout = parts_.store.layout(request.tile);
+    const std::size_t width = element_bytes(layout.format(), Section::kWeights);
+    for (int i = 0; i < layout.parameters(); ++i) {
+      const ElementRange range = layout.range(i);
+      const std::size_t offset = static_cast<std::size_t>(range.begin) * width;
+      const std::size_t bytes = static_cast<std::size_t>(range.size()) * width;
+      if (bytes > 0) {
+        backend_.copy(device + offset, weights.data + offset, bytes, CopyKind::kHostToDevice, stream_);
+      }
+    }
   } else if (weights.bytes > 0) {
     backend_.copy(device, weights.data, weights.bytes, CopyKind::kHostToDevice, stream_);
   }

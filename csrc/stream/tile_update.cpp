@@ -6,52 +6,11 @@
 #include <unordered_set>
 
 #include "base/error.h"
+#include "stream/update_span.h"
 #include "tiles/share.h"
 
 namespace megatrain {
 namespace {
-
-struct Sections {
-  Sections(const TileStore& store, int tile)
-      : format(store.layout(tile).format()),
-        weights(store.section(tile, Section::kWeights).data),
-        lows(store.section(tile, Section::kMasterLow).data),
-        gradients(store.section(tile, Section::kGradients).data),
-        exp_avg(store.section(tile, Section::kExpAvg).data),
-        exp_avg_sq(store.section(tile, Section::kExpAvgSq).data),
-        exp_avg_exponents(store.section(tile, Section::kExpAvgExponents).data),
-        exp_avg_sq_exponents(store.section(tile, Section::kExpAvgSqExponents).data) {}
-
-  // Elements `range` of the tile; `first` is the first one's index in its parameter.
-  AdamWSpan span(ElementRange range, std::int64_t first) const {
-    const auto at = [&](std::byte* section, Section which) {
-      return section + static_cast<std::size_t>(range.begin) * element_bytes(format, which);
-    };
-    const auto exponents = [&](std::byte* section) {
-      return reinterpret_cast<std::uint8_t*>(section) + range.begin / kMomentBlock;
-    };
-    return {.weight_format = format.weights,
-            .moment_format = format.moments,
-            .weight = at(weights, Section::kWeights),
-            .low = reinterpret_cast<std::int16_t*>(at(lows, Section::kMasterLow)),
-            .gradient = at(gradients, Section::kGradients),
-            .exp_avg = at(exp_avg, Section::kExpAvg),
-            .exp_avg_sq = at(exp_avg_sq, Section::kExpAvgSq),
-            .exp_avg_exponents = exponents(exp_avg_exponents),
-            .exp_avg_sq_exponents = exponents(exp_avg_sq_exponents),
-            .count = range.size(),
-            .first = first};
-  }
-
-  TileFormat format;
-  std::byte* weights;
-  std::byte* lows;
-  std::byte* gradients;
-  std::byte* exp_avg;
-  std::byte* exp_avg_sq;
-  std::byte* exp_avg_exponents;
-  std::byte* exp_avg_sq_exponents;
-};
 
 bool all_finite(TileFormat format, const std::byte* weights, ElementRange range) {
   for (std::int64_t i = range.begin; i < range.end; ++i) {
@@ -91,7 +50,7 @@ void check_updates(const TileLayout& layout, int tile, const std::vector<Paramet
 std::int64_t update_tile(TileStore& store, int tile, const std::vector<ParameterUpdate>& updates) {
   const TileLayout& layout = store.layout(tile);
   const TileFormat format = layout.format();
-  const Sections sections(store, tile);
+  std::byte* const memory = store.section(tile, Section::kWeights).data;  // the first section
 
   // All parameters end to end, each rounded up to the alignment, so that no cut between two workers
   // falls inside a cache line or a block of 8-bit moments.
@@ -123,7 +82,7 @@ std::int64_t update_tile(TileStore& store, int tile, const std::vector<Parameter
       if (part.empty()) continue;
       const std::int64_t skipped = part.begin - piece.at;
       const std::int64_t begin = piece.range.begin + skipped;
-      const AdamWSpan span = sections.span({begin, begin + part.size()}, piece.first + skipped);
+      const AdamWSpan span = update_span(layout, memory, {begin, begin + part.size()}, piece.first + skipped);
       if (!adamw(store.isa(), piece.update->step, span)) {
         finite = false;
       }
@@ -131,7 +90,7 @@ std::int64_t update_tile(TileStore& store, int tile, const std::vector<Parameter
   });
   if (!finite) {
     for (const Piece& piece : pieces) {
-      if (all_finite(format, sections.weights, piece.range)) continue;
+      if (all_finite(format, memory, piece.range)) continue;
       throw OutsideError("the update made a weight infinite or NaN: parameter " +
                          std::to_string(piece.update->parameter) + " of tile " + std::to_string(tile) +
                          ", step " + std::to_string(piece.update->step.step));

@@ -7,8 +7,10 @@
 namespace megatrain {
 namespace {
 
-constexpr Wait kWaits[] = {Wait::kSlotFree,      Wait::kSlotArrived,    Wait::kGateUpdate, Wait::kGateFetch,
-                           Wait::kGradientReady, Wait::kGradientLanded, Wait::kStagingFree};
+constexpr Wait kWaits[] = {Wait::kSlotFree,    Wait::kSlotArrived,    Wait::kGateUpdate,
+                           Wait::kGateFetch,   Wait::kGradientReady,  Wait::kGradientLanded,
+                           Wait::kStagingFree, Wait::kKeptReady,      Wait::kKeptLanded,
+                           Wait::kKeptArrived, Wait::kResidentLoaded, Wait::kResidentUpdated};
 
 }  // namespace
 
@@ -30,6 +32,16 @@ const char* wait_name(Wait wait) noexcept {
       return "gradient_landed";
     case Wait::kStagingFree:
       return "staging_free";
+    case Wait::kKeptReady:
+      return "kept_ready";
+    case Wait::kKeptLanded:
+      return "kept_landed";
+    case Wait::kKeptArrived:
+      return "kept_arrived";
+    case Wait::kResidentLoaded:
+      return "resident_loaded";
+    case Wait::kResidentUpdated:
+      return "resident_updated";
   }
   return "";
 }

@@ -4,19 +4,24 @@ from megatrain import rng
 from megatrain._native import CudaBackend, HostBackend, MemoryLimitError, __version__
 from megatrain.errors import StaleGraphError, UnsupportedModelError
 from megatrain.model import StreamedModel
+from megatrain.placement import BlockPlacement, Placement
 from megatrain.report import EvaluationReport, MemoryReport, StepReport
 from megatrain.settings import AdamW
+from megatrain.transfers import Transfers
 
 __all__ = [
     "AdamW",
+    "BlockPlacement",
     "CudaBackend",
     "EvaluationReport",
     "HostBackend",
     "MemoryLimitError",
     "MemoryReport",
+    "Placement",
     "StaleGraphError",
     "StepReport",
     "StreamedModel",
+    "Transfers",
     "UnsupportedModelError",
     "__version__",
     "rng",

@@ -205,13 +205,17 @@ class Engine:
     exception of a worker thread surfaces in the next call, after which the engine is stopped.
 
     `without_wait` removes one wait, for the tests that prove that each is needed: slot_free,
-    slot_arrived, gate_update, gate_fetch, gradient_ready, gradient_landed, staging_free."""
+    slot_arrived, gate_update, gate_fetch, gradient_ready, gradient_landed, staging_free, kept_ready,
+    kept_landed, kept_arrived, resident_loaded, resident_updated.
+
+    `copy_by_parameter`: weights go up in one copy a parameter instead of one a tile."""
 
     def __init__(
         self,
         store: TileStore,
         *,
         trace_capacity: int = 65536,
+        copy_by_parameter: bool = False,
         without_wait: str = "",
     ) -> None: ...
     def add_slot(self, device_pointer: int, nbytes: int, tile: int = -1) -> int:
@@ -243,11 +247,39 @@ class Engine:
     ) -> None:
         """Copy a section up; after earlier drains of the tile. Work on `stream` after this call sees it,
         and the copy starts after the work on `stream` so far."""
-    def update(self, tile: int, parameters: Sequence[ParameterUpdate], gradient_scale: float, priority: int) -> None:
+    def add_resident(self, tile: int, device_pointer: int, non_finite: int) -> None:
+        """The whole tile also lies at `device_pointer` (layout.nbytes), laid out as on the host, and is
+        updated there; `non_finite` is a zeroed int on the device. The caller keeps both alive until the
+        engine is closed."""
+    def use_resident(self, tile: int, stream: int) -> None:
+        """Work put on `stream` after this call sees the resident tile's weights. Instead of acquire."""
+    def keep(self, tile: int, device_pointer: int, nbytes: int, stream: int) -> int:
+        """Copy device memory to pinned host memory, after the work on `stream` so far; returns its number.
+        The device memory must stay as it is until kept_landed. `tile` names the block, for the trace."""
+    def kept_landed(self, kept: int) -> bool: ...
+    def wait_kept(self, kept: int) -> None:
+        """Block until it has landed."""
+    def bring_back(self, kept: int, device_pointer: int, stream: int) -> None:
+        """Copy it up, after the work on `stream` so far."""
+    def wait_back(self, kept: int, stream: int) -> None:
+        """Work put on `stream` after this call sees what was brought back."""
+    def drop_kept(self, kept: int) -> None:
+        """Its host memory may be used for others."""
+    def kept_bytes(self) -> int:
+        """Host memory taken for what is kept."""
+    def update(
+        self,
+        tile: int,
+        parameters: Sequence[ParameterUpdate],
+        gradient_scale: float,
+        priority: int,
+        stream: int = 0,
+    ) -> None:
         """Queue the update of the listed parameters; the lowest priority goes first. Starts when the
-        tile's drains have landed and no copy reads its weights."""
+        tile's drains have landed and no copy reads its weights. A resident tile is updated on `stream`,
+        from the gradients in its device memory."""
     def wait_updates(self) -> None:
-        """Block until all queued updates have ended."""
+        """Block until all queued updates have ended and the host's tiles hold what they made."""
     def updates_pending(self) -> bool: ...
     def synchronize(self) -> None:
         """Block until drains, updates and copies have ended."""

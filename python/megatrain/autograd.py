@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from megatrain.blocks import Block
-    from megatrain.calls import BlockRunner
+    from megatrain.calls import BlockRunner, CallRecord, Keeping
     from megatrain.schedule import Sink, Weights
     from megatrain.units import TiledParameter, Unit
 
@@ -30,12 +30,14 @@ class DirectCalls:
         sink: Sink,
         device: torch.device,
         unit_of: Callable[[TiledParameter], Unit],
+        keeping: Callable[[Block, int], Keeping],
     ) -> None:
         self.weights = weights
         self.runner = runner
         self.sink = sink
         self.device = device
         self.unit_of = unit_of
+        self.keeping = keeping
         self.cut_short = False
         """A backward was ended by an exception: acquisitions may be outstanding."""
 
@@ -46,12 +48,13 @@ class DirectCalls:
         call = BlockCall.capture(block, args, kwargs, RngState.capture(self.device))
         if not self.runner.has_gradients(call):
             with self.weights.on_device(block) as weights:
-                return self.runner.run(call, weights).tree
+                return self.runner.run(call, weights, self.keeping(block, 0), differentiable=False).tree
         pending = _PendingCall(self, call)
         # With a frozen embedding nothing else that goes in would require a gradient, and autograd would
         # skip the block and all below it without a word.
         dummy = torch.zeros((), device=self.device, requires_grad=True)
-        fresh = _StreamedCall.apply(dummy, pending, *call.tensors())  # type: ignore[no-untyped-call]
+        tensors = call.tensors()
+        fresh = _StreamedCall.apply(dummy, pending, *tensors)  # type: ignore[no-untyped-call]
         return pending.assemble(fresh)
 
 
@@ -61,6 +64,7 @@ class _PendingCall:
     def __init__(self, owner: DirectCalls, call: BlockCall) -> None:
         self.owner = owner
         self.call = call
+        self.record: CallRecord | None = None
         self.version = -1
         self.flat: list[Any] = []
         self.spec: pytree.TreeSpec | None = None
@@ -71,7 +75,8 @@ class _PendingCall:
         owner, block = self.owner, self.call.block
         with owner.weights.on_device(block) as weights:
             self.version = owner.weights.version(block)
-            output = owner.runner.run(self.call, weights)
+            output = owner.runner.run(self.call, weights, owner.keeping(block, 0), differentiable=True)
+        self.record = output.record
         self.flat, self.spec = pytree.tree_flatten(output.tree)
         self.fresh = [position for position, leaf in enumerate(output.leaves) if leaf is not None]
         made = tuple(self.flat[position] for position in self.fresh)
@@ -98,7 +103,8 @@ class _PendingCall:
             by_position[position] = gradient
         try:
             with preserved(owner.device), owner.weights.on_device(block) as weights:
-                input_gradients, parameter_gradients = owner.runner.gradients(self.call, weights, by_position)
+                assert self.record is not None
+                input_gradients, parameter_gradients = owner.runner.gradients(self.record, weights, by_position)
                 for parameter, gradient in parameter_gradients:
                     owner.sink.add(owner.unit_of(parameter), [(parameter, gradient)])
             owner.sink.store(block.unit)

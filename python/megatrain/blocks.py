@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import UnsupportedModelError
@@ -16,8 +17,8 @@ from megatrain.errors import UnsupportedModelError
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from megatrain.placement import Keep
     from megatrain.units import TiledParameter, Unit
-
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,31 +42,64 @@ def call_with(skeleton: nn.Module, tensors: Mapping[str, torch.Tensor], args: An
     return torch.func.functional_call(skeleton, dict(tensors), args, kwargs, tie_weights=False)
 
 
+# What is compiled once for each way of keeping activations must differ as code: the compiler finds its
+# graphs by that.
+def _call_keeping_selected(skeleton: nn.Module, tensors: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+    return call_with(skeleton, tensors, args, kwargs)
+
+
+def _call_keeping_inputs(skeleton: nn.Module, tensors: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+    return call_with(skeleton, tensors, args, kwargs)
+
+
 class BlockCaller:
-    """Calls blocks, compiled or eager, and refuses what a recompute could not repeat."""
+    """Calls blocks, compiled or eager, and refuses what a recompute could not repeat.
+
+    Compiled, `keep` decides what the graph saves for its backward, which recomputes the rest: the share of
+    activation memory that the compiler's partitioner may use."""
 
     RECOMPILE_LIMIT = 64
+    BUDGETS: ClassVar[dict[Keep, float]] = {"everything": 1.0, "selected": 0.5, "inputs": 0.0}
 
     def __init__(self, compiled: bool) -> None:
-        self._call: Callable[..., Any] = call_with
+        self.compiled = compiled
+        self._calls: dict[Keep, Callable[..., Any]] = {}
         self._config: dict[str, Any] = {}
         if compiled:
-            # Masks of dropout must be those of eager torch, in the no-grad graph and in the recompute.
-            self._call = torch.compile(call_with, options={"fallback_random": True})
+            functions: dict[Keep, Callable[..., Any]] = {
+                "everything": call_with,
+                "selected": _call_keeping_selected,
+                "inputs": _call_keeping_inputs,
+            }
+            # Masks of dropout must be those of eager torch, in the forward and in a recompute.
+            options: dict[str, Any] = {"fallback_random": True}
+            self._calls = {keep: torch.compile(call, options=options) for keep, call in functions.items()}
             # The default of 8 is used up by ordinary variation; a hit would silently fall to eager.
             self._config = {"recompile_limit": self.RECOMPILE_LIMIT, "fail_on_recompile_limit_hit": True}
 
-    def __call__(self, block: Block, weights: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+    def _compiled(self, keep: Keep, *arguments: Any) -> Any:
+        budget = functorch_config.patch(activation_memory_budget=self.BUDGETS[keep])
+        with torch._dynamo.config.patch(self._config), budget:
+            return self._calls[keep](*arguments)
+
+    def __call__(
+        self,
+        block: Block,
+        weights: Mapping[str, torch.Tensor],
+        args: Any,
+        kwargs: Any,
+        *,
+        keep: Keep = "everything",
+    ) -> Any:
         buffers = block.buffers()
         versions = {name: buffer._version for name, buffer in buffers.items()}
         before = _containers(args, kwargs)
         device_type = next(iter(weights.values())).device.type if weights else "cpu"
         with torch.autocast(device_type, enabled=False):
-            if self._config:
-                with torch._dynamo.config.patch(self._config):
-                    output = self._call(block.skeleton, {**weights, **buffers}, args, kwargs)
+            if self.compiled:
+                output = self._compiled(keep, block.skeleton, {**weights, **buffers}, args, kwargs)
             else:
-                output = self._call(block.skeleton, {**weights, **buffers}, args, kwargs)
+                output = call_with(block.skeleton, {**weights, **buffers}, args, kwargs)
         for name, buffer in buffers.items():
             if buffer._version != versions[name] and block.skeleton.training:
                 raise UnsupportedModelError(

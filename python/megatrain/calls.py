@@ -1,26 +1,80 @@
-"""One call of a block: run without a graph, its gradients by a recompute.
+"""One call of a block: its forward, what that leaves behind, and its gradients.
 
-What the module sees as the block's outputs are fresh leaves; what it gave as inputs is kept, since a
-recompute from them gives every gradient. Places where kept activations will hook in: `BlockRunner.run`
-(forward in grad mode under saved-tensor hooks instead of no_grad) and `BlockRunner.gradients`."""
+What the module sees as the block's outputs are fresh leaves without a graph behind them. Gradients come from
+the graph of the forward where it was kept, else from a recompute of the forward from its inputs."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import weakref
+from contextlib import nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from megatrain.blocks import refuse_opaque
 from megatrain.host_mirror import strip_mirror
+from megatrain.kept import BlockMemory, Keeper, KeptGraph, KeptTensor, SelectedOutputs, enter, nothing_saved
+from megatrain.rng import RngState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch.autograd.graph import GradientEdge
 
     from megatrain.blocks import Block, BlockCaller
-    from megatrain.rng import RngState
+    from megatrain.host_shelf import HostShelf, ShelvedTensor
+    from megatrain.placement import Keep
     from megatrain.units import TiledParameter
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """What one call leaves, and where: on the shelf, or (None) on the device."""
+
+    keep: Keep = "inputs"
+    shelf: HostShelf | None = None
+
+
+class OutputSlot:
+    """An output of a block that other code takes: collects its gradient, whoever brings it, without holding
+    the tensor."""
+
+    def __init__(self, leaf: torch.Tensor) -> None:
+        self.gradient: torch.Tensor | None = None
+        self._leaf = weakref.ref(leaf)
+        leaf._megatrain_slot = self  # type: ignore[attr-defined]
+        leaf.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> OutputSlot | None:
+        """The slot of a tensor that is a block's output itself."""
+        return getattr(tensor, "_megatrain_slot", None)
+
+    def _take(self, leaf: torch.Tensor) -> None:
+        gradient, leaf.grad = leaf.grad, None
+        self.add(gradient)
+
+    def add(self, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self.gradient = gradient if self.gradient is None else self.gradient + gradient
+
+
+@dataclass(eq=False)
+class CallInput:
+    """One tensor among a call's arguments."""
+
+    requires_grad: bool
+    tensor: torch.Tensor | None
+    """Until the call has run."""
+    version: int
+    """Of the tensor, before the block saw it."""
+    slot: OutputSlot | None = None
+    edge: GradientEdge | None = None
+    """Where its gradient goes on, if it is not a block's output itself."""
+    kept: KeptTensor | ShelvedTensor | None = None
 
 
 @dataclass(eq=False)
@@ -29,39 +83,59 @@ class BlockCall:
 
     block: Block
     leaves: list[Any]
+    """Arguments that are not tensors, None where one is."""
+    inputs: list[CallInput]
     spec: pytree.TreeSpec
     rng: RngState
-    versions: tuple[int, ...]
+    _positions: list[int] = field(default_factory=list)
 
     @staticmethod
     def capture(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], rng: RngState) -> BlockCall:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        # What derives from the labels carries its host twin no further than to the block.
-        leaves = [strip_mirror(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         refuse_opaque(block, leaves)
-        versions = tuple(leaf._version for leaf in leaves if isinstance(leaf, torch.Tensor))
-        return BlockCall(block, leaves, spec, rng, versions)
+        call = BlockCall(block, leaves, [], spec, rng)
+        for position, leaf in enumerate(leaves):
+            if not isinstance(leaf, torch.Tensor):
+                continue
+            # What derives from the labels carries its host twin no further than to the block.
+            tensor = strip_mirror(leaf)
+            slot = OutputSlot.of(tensor)
+            edge = get_gradient_edge(tensor) if tensor.requires_grad and slot is None else None
+            call.inputs.append(CallInput(tensor.requires_grad, tensor, tensor._version, slot, edge))
+            call._positions.append(position)
+            leaves[position] = None
+        return call
 
     def tensors(self) -> list[torch.Tensor]:
-        return [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
-
-    def differentiable(self) -> list[torch.Tensor]:
-        return [leaf for leaf in self.tensors() if leaf.requires_grad]
+        """Before the call has run."""
+        return [given.tensor for given in self.inputs if given.tensor is not None]
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """(args, kwargs) with these in place of the call's tensors."""
-        following = iter(tensors)
-        leaves = [next(following) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        leaves = list(self.leaves)
+        for position, tensor in zip(self._positions, tensors, strict=True):
+            leaves[position] = tensor
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
     def check_unchanged(self) -> None:
-        for tensor, version in zip(self.tensors(), self.versions, strict=True):
-            if tensor._version != version:
+        for given in self.inputs:
+            if given.tensor is not None and given.tensor._version != given.version:
                 raise RuntimeError(
-                    f"an input of {self.block.name} was modified in place after the block used it; "
-                    "its recompute would not repeat the forward"
+                    f"{self.block.name} modified one of its inputs in place; its backward needs the value before"
                 )
+
+    def leave_inputs(self, keeper: Keeper | None) -> None:
+        """The call has run. Its tensors wait with the keeper for a recompute, or are not needed any more."""
+        for given in self.inputs:
+            assert given.tensor is not None
+            if keeper is not None:
+                # Only what blocks hand to blocks goes away: masks and tables are needed all the time.
+                given.kept = keeper.keep(given.tensor) if given.slot is not None else KeptTensor(given.tensor)
+            given.tensor = None
+
+    def kept_inputs(self) -> list[torch.Tensor]:
+        return [given.kept.take() for given in self.inputs if given.kept is not None]
 
 
 @dataclass(eq=False)
@@ -72,6 +146,23 @@ class BlockOutput:
     leaves: list[torch.Tensor | None]
     """Position by position of the flattened output; None where an input was passed through or the
     output is not a tensor."""
+    record: CallRecord
+
+
+@dataclass(eq=False)
+class CallRecord:
+    """What the backward of a call needs besides weights."""
+
+    call: BlockCall
+    graph: KeptGraph | None = None
+    selected: SelectedOutputs | None = None
+    inputs: Keeper | None = None
+
+    def fetch(self) -> None:
+        """Start bringing back what waits on the host."""
+        for waiting in (self.graph, self.selected, self.inputs):
+            if waiting is not None:
+                waiting.fetch()
 
 
 class BlockRunner:
@@ -89,7 +180,9 @@ class BlockRunner:
 
     def has_gradients(self, call: BlockCall) -> bool:
         """Something that needs a gradient goes into the call."""
-        return bool(call.differentiable()) or any(self._is_trainable(p) for _, p in call.block.parameters)
+        return any(given.requires_grad for given in call.inputs) or any(
+            self._is_trainable(p) for _, p in call.block.parameters
+        )
 
     def call_plainly(
         self, block: Block, weights: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -99,15 +192,83 @@ class BlockRunner:
         output = self._caller(block, {name: weight.detach() for name, weight in weights.items()}, args, kwargs)
         return pytree.tree_map_only(torch.Tensor, lambda value: own_memory(value, weights), output)
 
-    def run(self, call: BlockCall, weights: dict[str, torch.Tensor]) -> BlockOutput:
-        """The forward without a graph. Outputs require a gradient if something that went in does."""
-        inputs = [tensor.detach() for tensor in call.tensors()]
+    def run(
+        self, call: BlockCall, weights: dict[str, torch.Tensor], keeping: Keeping, *, differentiable: bool
+    ) -> BlockOutput:
+        """The forward. `differentiable`: its gradients will be asked for; outputs then require one if something
+        that went in does."""
+        given = call.tensors()
+        differentiable = differentiable and self.has_gradients(call)
+        keeper = Keeper(keeping.shelf, call.block.unit.tile)
+        record = CallRecord(call, inputs=keeper)
+        if not differentiable:
+            inputs = [tensor.detach() for tensor in given]
+            args, kwargs = call.arguments(inputs)
+            with torch.no_grad():
+                output = self._caller(call.block, {n: w.detach() for n, w in weights.items()}, args, kwargs)
+        elif keeping.keep == "everything" or self._caller.compiled:
+            output, inputs = self._with_graph(record, weights, keeping, keeper)
+        else:
+            output, inputs = self._for_recompute(record, weights, keeping, keeper)
+        keep_inputs = differentiable and record.graph is None
+        return self._handed_over(record, output, inputs, weights, differentiable, keeper if keep_inputs else None)
+
+    def _with_graph(
+        self, record: CallRecord, weights: dict[str, torch.Tensor], keeping: Keeping, keeper: Keeper
+    ) -> tuple[Any, list[torch.Tensor]]:
+        call = record.call
+        graph = KeptGraph(BlockMemory(weights), keeper)
+        inputs = []
+        for tensor in call.tensors():
+            if tensor.requires_grad:
+                entered, edge = enter(tensor.detach())
+                graph.inputs.append(edge)
+                inputs.append(entered)
+            else:
+                graph.inputs.append(None)
+                inputs.append(tensor.detach())
+        parameters, graph.parameters = self._parameter_leaves(call, weights)
         args, kwargs = call.arguments(inputs)
-        with torch.no_grad():
-            output = self._caller(call.block, {n: w.detach() for n, w in weights.items()}, args, kwargs)
-        originals = {id(mine): given for mine, given in zip(inputs, call.tensors(), strict=True)}
+        with torch.enable_grad(), graph.saving():
+            output = self._caller(call.block, parameters, args, kwargs, keep=keeping.keep)
+        flat, _ = pytree.tree_flatten(output)
+        graph.outputs = [
+            get_gradient_edge(value) if isinstance(value, torch.Tensor) and value.requires_grad else None
+            for value in flat
+        ]
+        # What the compiler recomputes would draw other numbers than the forward did.
+        if keeping.keep == "everything" or call.rng == RngState.capture(self._device):
+            record.graph = graph
+        return output, inputs
+
+    def _for_recompute(
+        self, record: CallRecord, weights: dict[str, torch.Tensor], keeping: Keeping, keeper: Keeper
+    ) -> tuple[Any, list[torch.Tensor]]:
+        call = record.call
+        selected = SelectedOutputs(keeper) if keeping.keep == "selected" else None
+        # With gradients on, as in the recompute: attention may choose another operator without.
+        inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in call.tensors()]
+        parameters, _ = self._parameter_leaves(call, weights)
+        args, kwargs = call.arguments(inputs)
+        recording = nullcontext() if selected is None else selected.record()
+        with torch.enable_grad(), nothing_saved(), recording:
+            output = self._caller(call.block, parameters, args, kwargs)
+        # An operator that is not run again would not draw again, and all after it would draw other numbers.
+        if call.rng == RngState.capture(self._device):
+            record.selected = selected
+        return output, inputs
+
+    def _handed_over(
+        self,
+        record: CallRecord,
+        output: Any,
+        inputs: list[torch.Tensor],
+        weights: dict[str, torch.Tensor],
+        differentiable: bool,
+        keeper: Keeper | None,
+    ) -> BlockOutput:
+        originals = {id(mine): given for mine, given in zip(inputs, record.call.tensors(), strict=True)}
         flat, spec = pytree.tree_flatten(output)
-        needs_grad = torch.is_grad_enabled() and self.has_gradients(call)
         leaves: list[torch.Tensor | None] = []
         for position, value in enumerate(flat):
             leaf = None
@@ -115,37 +276,54 @@ class BlockRunner:
                 if id(value) in originals:  # passed through: the graph between the blocks carries it on
                     flat[position] = originals[id(value)]
                 else:
-                    leaf = own_memory(value, weights).detach()
-                    leaf.requires_grad_(needs_grad and leaf.is_floating_point())
+                    leaf = own_memory(value.detach(), weights)
+                    leaf.requires_grad_(differentiable and leaf.is_floating_point())
                     flat[position] = leaf
             leaves.append(leaf)
-        return BlockOutput(pytree.tree_unflatten(flat, spec), leaves)
+        if differentiable:
+            record.call.check_unchanged()
+        record.call.leave_inputs(keeper)
+        if record.inputs is not None:
+            record.inputs.close()
+        return BlockOutput(pytree.tree_unflatten(flat, spec), leaves, record)
 
-    def gradients(
-        self,
-        call: BlockCall,
-        weights: dict[str, torch.Tensor],
-        output_gradients: Sequence[torch.Tensor | None],
-    ) -> tuple[list[torch.Tensor | None], list[tuple[TiledParameter, torch.Tensor | None]]]:
-        """Recompute from the inputs, then the gradients of `call.tensors()` (None where none is needed)
-        and of the block's trainable parameters. `output_gradients` follow the flattened output."""
-        call.check_unchanged()
-        given = call.tensors()
-        inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in given]
+    def _parameter_leaves(
+        self, call: BlockCall, weights: Mapping[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], list[tuple[TiledParameter, torch.Tensor]]]:
+        """(by name in the block, the trainable ones). Names tied inside the block share one leaf."""
         parameters: dict[str, torch.Tensor] = {}
         wanted: list[tuple[TiledParameter, torch.Tensor]] = []
-        by_tensor: dict[int, torch.Tensor] = {}
+        by_parameter: dict[int, torch.Tensor] = {}
         for name, parameter in call.block.parameters:
-            if id(parameter) not in by_tensor:  # names tied inside the block share one leaf
+            if id(parameter) not in by_parameter:
                 leaf = weights[name].detach()
                 if self._is_trainable(parameter):
                     leaf.requires_grad_()
                     wanted.append((parameter, leaf))
-                by_tensor[id(parameter)] = leaf
-            parameters[name] = by_tensor[id(parameter)]
+                by_parameter[id(parameter)] = leaf
+            parameters[name] = by_parameter[id(parameter)]
+        return parameters, wanted
+
+    def gradients(
+        self,
+        record: CallRecord,
+        weights: dict[str, torch.Tensor],
+        output_gradients: Sequence[torch.Tensor | None],
+    ) -> tuple[list[torch.Tensor | None], list[tuple[TiledParameter, torch.Tensor | None]]]:
+        """Of the call's tensors (None where none is needed) and of the block's trainable parameters.
+        `output_gradients` follow the flattened output."""
+        if record.graph is not None:
+            return record.graph.gradients(weights, output_gradients)
+        call = record.call
+        kept = call.kept_inputs()
+        inputs = [
+            tensor.detach().requires_grad_(given.requires_grad)
+            for tensor, given in zip(kept, call.inputs, strict=True)
+        ]
+        parameters, wanted = self._parameter_leaves(call, weights)
         call.rng.restore(self._device)
         args, kwargs = call.arguments(inputs)
-        with torch.enable_grad():
+        with torch.enable_grad(), record.selected.replay() if record.selected is not None else nullcontext():
             flat, _ = pytree.tree_flatten(self._caller(call.block, parameters, args, kwargs))
         pairs = [
             (value, gradient)
@@ -154,7 +332,7 @@ class BlockRunner:
         ]
         sources = [tensor for tensor in inputs if tensor.requires_grad] + [leaf for _, leaf in wanted]
         if not pairs or not sources:
-            return [None] * len(given), [(parameter, None) for parameter, _ in wanted]
+            return [None] * len(inputs), [(parameter, None) for parameter, _ in wanted]
         found = iter(
             torch.autograd.grad(
                 [value for value, _ in pairs], sources, [gradient for _, gradient in pairs], allow_unused=True

@@ -1,4 +1,5 @@
-"""Weights on the device: slots of the ring for blocks, buffers of their own for what is outside."""
+"""Weights on the device: slots of the ring for streamed blocks, memory of their own for what is resident or
+outside the stacks."""
 
 from __future__ import annotations
 
@@ -10,63 +11,88 @@ from torch import nn
 
 from megatrain._native import Section
 from megatrain.interop import stream_handle, weight_dtype
+from megatrain.resident import ResidentTile
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from megatrain._native import Engine
     from megatrain.blocks import Block
+    from megatrain.placement import Placement, Residence
     from megatrain.units import TiledParameter, Unit, UnitPlan
 
 
 class DeviceWeights:
     """Brings weights to the device through the engine, and remembers the order of their first use."""
 
-    def __init__(self, engine: Engine, plan: UnitPlan, device: torch.device, slots: int) -> None:
+    def __init__(
+        self, engine: Engine, plan: UnitPlan, device: torch.device, slots: int, placement: Placement
+    ) -> None:
         self.engine = engine
         self.device = device
         self.outside: dict[int, OutsideWeights] = {}
         self.uses: list[int] = []
         """Tiles in the order in which this pass acquired them."""
+        self.resident: dict[int, ResidentTile] = {}
+        """By tile: those with their optimizer state."""
         self._buffers: list[torch.Tensor] = []
+        self._slot_of: dict[int, int] = {}
         self._views: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
-        blocks = [unit for unit in plan.units if unit.is_block]
-        if blocks:
-            nbytes = max(unit.layout.section(Section.weights)[1] for unit in blocks)
+        ring_bytes = 0
+        for unit, residence in residences(plan, placement):
+            if residence == "all":
+                self.resident[unit.tile] = ResidentTile(unit, engine, device)
+            elif residence == "weights" or not unit.is_block:
+                self._add_slot(weight_bytes(unit), unit.tile)
+            else:
+                ring_bytes = max(ring_bytes, weight_bytes(unit))
+        if ring_bytes:
             for _ in range(slots):
-                self._add_slot(nbytes, -1)
+                self._add_slot(ring_bytes, -1)
         for unit in plan.units:
             if not unit.is_block:
-                slot = self._add_slot(unit.layout.section(Section.weights)[1], unit.tile)
-                self.outside[unit.tile] = OutsideWeights(self, unit, self._unit_views(unit, slot))
+                self.outside[unit.tile] = OutsideWeights(self, unit, self._own_views(unit))
 
     def _add_slot(self, nbytes: int, tile: int) -> int:
         buffer = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
+        slot = self.engine.add_slot(buffer.data_ptr(), buffer.nbytes, tile)
+        assert slot == len(self._buffers)
         self._buffers.append(buffer)
-        return self.engine.add_slot(buffer.data_ptr(), buffer.nbytes, tile)
+        if tile != -1:
+            self._slot_of[tile] = slot
+        return slot
 
     @property
     def nbytes(self) -> int:
+        """Of slots and buffers of weights; resident tiles not included."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
-    def _unit_views(self, unit: Unit, slot: int) -> tuple[torch.Tensor, ...]:
+    @property
+    def resident_bytes(self) -> int:
+        return sum(tile.nbytes for tile in self.resident.values())
+
+    def _views_in(self, unit: Unit, slot: int) -> tuple[torch.Tensor, ...]:
+        """The unit's parameters in a slot; -1 for its resident memory."""
         key = (unit.tile, slot)
         if key not in self._views:
             layout = unit.layout
             dtype = weight_dtype(layout.format)
-            flat = self._buffers[slot][: layout.weight_elements * dtype.itemsize].view(dtype)
+            if slot == -1:
+                flat = self.resident[unit.tile].section(Section.weights)
+            else:
+                flat = self._buffers[slot][: layout.weight_elements * dtype.itemsize].view(dtype)
             self._views[key] = tuple(
                 flat[layout.element_offset(p.index) :][: p.numel].view(p.shape) for p in unit.parameters
             )
         return self._views[key]
 
+    def _own_views(self, unit: Unit) -> tuple[torch.Tensor, ...]:
+        return self._views_in(unit, self._slot_of.get(unit.tile, -1))
+
     def begin_pass(self, expected: Sequence[int]) -> None:
         """A forward starts; `expected` is a guess at the tiles it and its backward will acquire."""
         self.uses = []
         self.engine.expect(list(expected))
-
-    def note(self, tile: int) -> None:
-        self.uses.append(tile)
 
     @contextmanager
     def on_device(self, block: Block) -> Iterator[dict[str, torch.Tensor]]:
@@ -74,10 +100,9 @@ class DeviceWeights:
         of the `with`; a compute span in the trace."""
         unit = block.unit
         stream = stream_handle(self.device)
-        self.note(unit.tile)
-        slot = self.engine.acquire(unit.tile, stream)
+        slot = self.acquire(unit.tile)
         try:
-            views = self._unit_views(unit, slot)
+            views = self._views_in(unit, slot)
             weights: dict[str, torch.Tensor] = {}
             for name, parameter in block.parameters:
                 if parameter.tile == unit.tile:
@@ -90,7 +115,19 @@ class DeviceWeights:
             finally:
                 self.engine.end_compute(stream)
         finally:
-            self.engine.release(slot, stream)
+            self.release(slot)
+
+    def acquire(self, tile: int) -> int:
+        """The tile's weights are there for work queued from now on: in this slot, or (-1) resident."""
+        if tile in self.resident:
+            self.engine.use_resident(tile, stream_handle(self.device))
+            return -1
+        self.uses.append(tile)
+        return self.engine.acquire(tile, stream_handle(self.device))
+
+    def release(self, slot: int) -> None:
+        if slot != -1:
+            self.engine.release(slot, stream_handle(self.device))
 
     def recover(self) -> None:
         """After work that an exception cut short, wherever it was: nothing is in use, and what is outside is
@@ -107,6 +144,22 @@ class DeviceWeights:
         """Before updates: what is outside is fetched again at its next use."""
         for outside in self.outside.values():
             outside.release()
+
+
+def weight_bytes(unit: Unit) -> int:
+    """Of its weights section, which is what goes to the device."""
+    return unit.layout.section(Section.weights)[1]
+
+
+def residences(plan: UnitPlan, placement: Placement) -> Iterator[tuple[Unit, Residence]]:
+    """Each unit and what of it stays on the device. Blocks count in the module's order."""
+    index = 0
+    for unit in plan.units:
+        if unit.is_block:
+            yield unit, placement.block(index).resident
+            index += 1
+        else:
+            yield unit, placement.residence(unit.name)
 
 
 class OutsideWeights:
@@ -128,8 +181,7 @@ class OutsideWeights:
         version = engine.version(self.unit.tile)
         if version != self._version or self._slot is None:
             self.release()
-            self._owner.note(self.unit.tile)
-            self._slot = engine.acquire(self.unit.tile, stream_handle(self._owner.device))
+            self._slot = self._owner.acquire(self.unit.tile)
             self._version = version
             with torch.no_grad():
                 # The copy does not move the version counter, by which autograd notices that what a graph
@@ -153,7 +205,7 @@ class OutsideWeights:
 
     def release(self) -> None:
         if self._slot is not None:
-            self._owner.engine.release(self._slot, stream_handle(self._owner.device))
+            self._owner.release(self._slot)
             self._slot = None
 
 

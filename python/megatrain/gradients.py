@@ -12,9 +12,10 @@ from megatrain._native import Section
 from megatrain.interop import stream_handle, weight_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from megatrain._native import Engine
+    from megatrain.resident import ResidentTile
     from megatrain.tiles import Tiles
     from megatrain.units import TiledParameter, Unit
 
@@ -48,14 +49,19 @@ class _Accumulator:
 class GradientSink:
     """Takes gradients of parameters, and leaves them in the tiles' gradient sections with their norm.
 
-    `add` sums on the device; `store` sends a unit's sum down. A unit stored twice before `clear` is
-    added to what is there, in fp32: then its tile has an accumulator section."""
+    `add` sums on the device; `store` sends a unit's sum down, or where the unit is resident puts it into its
+    memory there. A unit stored twice before `clear` is added to what is there, in fp32: then its tile has an
+    accumulator section, or if it is resident an accumulator on the device."""
 
     STAGING_BUFFERS = 2
     STAGING_ELEMENTS = 1 << 28  # 512 MiB of bf16: the embedding of a large vocabulary goes down in pieces
 
-    def __init__(self, engine: Engine, tiles: Tiles, device: torch.device) -> None:
+    def __init__(
+        self, engine: Engine, tiles: Tiles, device: torch.device, resident: Mapping[int, ResidentTile]
+    ) -> None:
         self._engine = engine
+        self._resident = resident
+        self._resident_sums: dict[int, torch.Tensor] = {}
         self._tiles = tiles
         self._device = device
         self._sums: dict[int, _Accumulator] = {}
@@ -96,13 +102,28 @@ class GradientSink:
         if total is None:
             return
         total.zero_untouched(unit)
-        earlier = self.stored.get(unit.tile)
-        if earlier is not None:
-            self._add_stored(unit, total)
+        if unit.tile in self.stored:
+            if unit.tile in self._resident:
+                self._add_resident(unit, total)
+            else:
+                self._add_stored(unit, total)
         self.stored.setdefault(unit.tile, set()).update(total.touched)
-        self._drain_rounded(unit, total.flat)
+        if unit.tile in self._resident:
+            rounded = self._resident[unit.tile].section(Section.gradients)
+            rounded.copy_(total.flat)
+            self._norms[unit.tile] = [_norm(rounded)]
+        else:
+            self._drain_rounded(unit, total.flat)
         total.touched.clear()
         self._spare.setdefault(_shape_key(unit), []).append(total)
+
+    def _add_resident(self, unit: Unit, total: _Accumulator) -> None:
+        """The same for a resident unit, all on the device."""
+        before = self._resident_sums.get(unit.tile)
+        if before is None:
+            before = self._resident[unit.tile].section(Section.gradients)
+        total.flat.add_(before)
+        self._resident_sums[unit.tile] = total.flat.clone()
 
     def _add_stored(self, unit: Unit, total: _Accumulator) -> None:
         """total += what the tile holds, exactly: from then on the tile keeps an fp32 sum beside its
@@ -130,7 +151,7 @@ class GradientSink:
             piece = flat[begin : begin + self.STAGING_ELEMENTS]
             index, staging = self._staging_buffer(piece.numel(), weight_dtype(unit.layout.format))
             staging.copy_(piece)
-            self._norms[unit.tile].append(torch.linalg.vector_norm(staging, dtype=torch.float32))
+            self._norms[unit.tile].append(_norm(staging))
             self._tickets[index] = self._engine.drain(
                 unit.tile, Section.gradients, begin, piece.numel(), staging.data_ptr(), stream
             )
@@ -170,6 +191,12 @@ class GradientSink:
         self.stored.clear()
         self._norms.clear()
         self._in_accumulator.clear()
+        self._resident_sums.clear()
+
+
+def _norm(gradients: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(gradients, dtype=torch.float32)
+    return norm
 
 
 def _shape_key(unit: Unit) -> tuple[int, ...]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatrain._native import Section, require_host_memory
+from megatrain._native import require_host_memory
+from megatrain.device_weights import residences, weight_bytes
 from megatrain.report import MemoryReport
 
 if TYPE_CHECKING:
@@ -20,19 +21,34 @@ def require_memory(plan: UnitPlan, settings: Settings, backend: Backend) -> None
     require_host_memory(plan.nbytes + settings.staging_bytes, settings.host_memory or 0)
     if backend.name != "cuda":
         return
-    weights = {unit: unit.layout.section(Section.weights)[1] for unit in plan.units}
-    ring = settings.slots * max(nbytes for unit, nbytes in weights.items() if unit.is_block)
-    outside = sum(nbytes for unit, nbytes in weights.items() if not unit.is_block)
+    ring = resident = outside = 0
+    for unit, residence in residences(plan, settings.placement):
+        if residence == "all":
+            resident += unit.layout.nbytes
+        elif residence == "weights":
+            resident += weight_bytes(unit)
+        elif unit.is_block:
+            ring = max(ring, settings.slots * weight_bytes(unit))
+        else:
+            outside += weight_bytes(unit)
     free, _ = backend.device_memory()
     limit = min(free, settings.device_memory or free)
-    if ring + outside > limit:
+    if ring + outside + resident > limit:
         raise MemoryError(
-            f"the weights on the device need {(ring + outside) / GIB:.2f} GiB ({settings.slots} slots and what is "
-            f"outside the stacks), but {limit / GIB:.2f} GiB may be used; use fewer slots or smaller blocks"
+            f"the weights on the device need {(ring + outside + resident) / GIB:.2f} GiB ({settings.slots} slots with "
+            f"{ring / GIB:.2f}, outside the stacks {outside / GIB:.2f}, resident {resident / GIB:.2f}), but "
+            f"{limit / GIB:.2f} GiB may be used; use fewer resident blocks, fewer slots or smaller blocks"
         )
 
 
-def memory_report(plan: UnitPlan, store: TileStore, device_weights: int, staging_bytes: int) -> MemoryReport:
+def memory_report(
+    plan: UnitPlan,
+    store: TileStore,
+    device_weights: int,
+    device_resident: int,
+    host_kept: int,
+    staging_bytes: int,
+) -> MemoryReport:
     """What megatrain holds now."""
     count = sum(parameter.numel for parameter in plan.parameters)
     unpinned = store.nbytes - store.pinned_bytes
@@ -47,7 +63,9 @@ def memory_report(plan: UnitPlan, store: TileStore, device_weights: int, staging
         host_tiles=store.nbytes,
         host_pinned=store.pinned_bytes,
         host_bytes_per_parameter=store.nbytes / max(count, 1),
+        host_kept=host_kept,
         device_weights=device_weights,
+        device_resident=device_resident,
         largest_tile=max(unit.layout.nbytes for unit in plan.units),
         notes=tuple(notes),
     )

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import time
 import warnings
 import weakref
 from collections.abc import Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from megatrain import checkpoint, stacks
-from megatrain._native import Engine, Section, TileStore
+from megatrain._native import Engine, TileStore
 from megatrain.autograd import DirectCalls
 from megatrain.blocks import BlockCaller
 from megatrain.calls import BlockRunner
@@ -25,14 +24,14 @@ from megatrain.gradients import GradientSink
 from megatrain.interop import compute_device
 from megatrain.interrupts import DeferredInterrupts
 from megatrain.limits import memory_report, require_memory
-from megatrain.loss import loss_in, shifts_labels, tokens_of, weight_of
+from megatrain.loss import shifts_labels, tokens_of, weight_of
 from megatrain.optimizer import StreamedAdamW
-from megatrain.parking import ParkedForward
+from megatrain.placement import Placement
 from megatrain.report import EvaluationReport, MemoryReport, StepReport, write_chrome_trace
-from megatrain.rng import RngState, preserved, seed_for, seed_generators
-from megatrain.schedule import LayerMajor, each_unit
+from megatrain.rng import preserved
 from megatrain.self_check import buffers_kept, check_model, tiny_batch
 from megatrain.settings import AdamW, Settings, chosen_isa, parse_bytes, resolve_backend
+from megatrain.step_runner import StepRunner
 from megatrain.surroundings import Surroundings
 from megatrain.takeover import (
     Router,
@@ -45,7 +44,9 @@ from megatrain.takeover import (
     take_outside,
 )
 from megatrain.tiles import Tiles
+from megatrain.transfers import Transfers
 from megatrain.units import plan_units
+from megatrain.updates import Updates
 
 if TYPE_CHECKING:
     import os
@@ -73,7 +74,9 @@ class StreamedModel:
         1/8 (first) and 1/16 (second moment) of the value. Rounding is keyed by `seed`, the parameter's name,
         its step and the element's index.
     device: "auto", "cuda", "cuda:1", "cpu" (the host backend), or a backend object.
-    slots: blocks' weights that the device holds at a time, at least 2.
+    placement: what stays on the device, what forwards keep for backwards, in which order a step works; see
+        `Placement`. The default streams every block and keeps its inputs.
+    slots: streamed blocks' weights that the device holds at a time. With 1 no copy overlaps computation.
     compile: torch.compile the blocks; None for True on CUDA.
     skip_nonfinite: a step whose gradient norm is not finite updates nothing and is counted.
     host_memory, device_memory: bytes (or "100GiB") that may be used; None for what is free.
@@ -85,6 +88,7 @@ class StreamedModel:
     staging_bytes: of the pinned ring that copies go through where tiles cannot be pinned.
     keep_gradients: let `parameter.grad` show the gradients of the last backward.
     self_check: compare gradients with a resident run of the first blocks before the first update.
+    transfers: how copies and updates are scheduled, see `Transfers`.
 
     Raises UnsupportedModelError for what cannot be streamed exactly, ValueError for settings,
     MemoryError before anything is allocated that does not fit.
@@ -99,6 +103,7 @@ class StreamedModel:
         dtype: torch.dtype = torch.bfloat16,
         master: str = "split",
         moments: str = "fp32",
+        placement: Placement | None = None,
         device: str | torch.device | HostBackend | CudaBackend = "auto",
         slots: int = 2,
         compile: bool | None = None,
@@ -113,6 +118,7 @@ class StreamedModel:
         staging_bytes: int = 64 << 20,
         keep_gradients: bool = False,
         self_check: bool = True,
+        transfers: Transfers | None = None,
     ) -> None:
         self.settings = Settings(
             max_grad_norm=max_grad_norm,
@@ -130,15 +136,13 @@ class StreamedModel:
             staging_bytes=staging_bytes,
             keep_gradients=keep_gradients,
             self_check=self_check,
+            placement=placement or Placement(),
+            transfers=transfers or Transfers(),
         )
         backend = resolve_backend(device)
         self.module = module
         self.device = compute_device(backend)
         self.dtype = dtype
-        self.steps = 0
-        """Calls of step() and of optimizer.step() so far."""
-        self.skipped_steps = 0
-        """Steps that a norm that is not finite kept from updating anything."""
         self._shifted = shifts_labels(module)
 
         check_registry(module)
@@ -160,9 +164,10 @@ class StreamedModel:
         store = TileStore(backend, threads=threads, isa=chosen_isa(isa), staging_bytes=staging_bytes)
         self._tiles = Tiles(store, plan)
         self._unloaded = {p.name for p in plan.parameters if p.original.device.type == "meta"}
-        self._engine = Engine(store)
-        self._weights = DeviceWeights(self._engine, plan, self.device, slots)
-        self._sink = GradientSink(self._engine, self._tiles, self.device)
+        self._engine = Engine(store, copy_by_parameter=self.settings.transfers.burst == "parameter")
+        self._weights = DeviceWeights(self._engine, plan, self.device, slots, self.settings.placement)
+        self._sink = GradientSink(self._engine, self._tiles, self.device, self._weights.resident)
+        self._updates = Updates(self._engine, self._tiles, self._weights, self._sink, self.settings)
 
         self._face = ParameterFace(self._tiles, self._engine, self._kept_gradient)
         self._router = Router()
@@ -171,30 +176,35 @@ class StreamedModel:
         take_outside(module, plan, self._weights, self._router)
         move_buffers(module, self._blocks, self.device)
         refuse_state_dict(module)
-        self._hook_outside_gradients()
+        self._updates.hook_outside(plan.units)
         compiled = self.device.type == "cuda" if compile is None else compile
         self._surroundings = Surroundings(module, self.device, compiled, self._outside_version)
         self._runner = BlockRunner(BlockCaller(compiled), self.device, self._face.is_trainable)
-        self._direct = DirectCalls(self._weights, self._runner, self._sink, self.device, self._unit_of)
+        self._steps = StepRunner(
+            module,
+            self._engine,
+            self._weights,
+            self._runner,
+            self._router,
+            self._surroundings,
+            self.settings.placement,
+            self._blocks,
+            seed,
+        )
+        self._direct = DirectCalls(
+            self._weights, self._runner, self._sink, self.device, self._unit_of, self._steps.keeping
+        )
         self._router.default = self._direct
-
-        self._gradients_known: dict[int, set[int]] = {}
         self.optimizer = StreamedAdamW(
             optimizer or AdamW(),
             self._tiles,
             self._face.by_name,
-            self._apply_update,
+            self._updates.apply,
             self._drain,
-            self._forget_gradients,
+            self._updates.forget,
             seed,
         )
-        self._forward_uses = [unit.tile for unit in plan.units]
-        self._backward_uses: list[int] = []
-        self.last_grad_norm: float | None = None
-        """Norm of the gradients that the last update read, before clipping."""
-        self._skipped = False
-        self._clip_next: float | None = None
-        self._never_trained = {p.name for p in plan.parameters if p.trainable}
+        self._updates.optimizer = self.optimizer
         weakref.finalize(self, self._engine.close)  # before the slots that its threads write to go away
         self._checked = not self_check
         for note in self.memory_report().notes:
@@ -203,6 +213,21 @@ class StreamedModel:
             self._check(example_batch)
 
     # the step
+
+    @property
+    def steps(self) -> int:
+        """Calls of step() and of optimizer.step() so far."""
+        return self._updates.steps
+
+    @property
+    def skipped_steps(self) -> int:
+        """Steps that a norm that is not finite kept from updating anything."""
+        return self._updates.skipped_steps
+
+    @property
+    def last_grad_norm(self) -> float | None:
+        """Norm of the gradients that the last update read, before clipping."""
+        return self._updates.last_grad_norm
 
     def step(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepReport:
         """One optimizer step: forward, backward, clip, update.
@@ -231,124 +256,38 @@ class StreamedModel:
                     with torch.inference_mode(False), torch.enable_grad():
                         self._prepare(active[0][1])
                         self._engine.begin_step(self.steps)
+                        self._updates.begin_step()
                         with preserved(self.device), self._surroundings.around(batches):
-                            self._forward_and_backward(active, total, loss, interrupts)
+                            self._updates.next_uses = self._steps.train(
+                                self.steps,
+                                active,
+                                loss,
+                                self._updates.next_uses,
+                                self._sink,
+                                self._unit_of,
+                                self._updates.complete,
+                                interrupts.check,
+                            )
                     interrupts.check()
                     self.optimizer.step()
                 except BaseException:
-                    self._forget_gradients()
-                    self._recover()
+                    self._updates.forget()
+                    self._steps.recover()
                     raise
         else:
-            self.last_grad_norm, self._skipped = 0.0, True
-            self.steps += 1
+            self._updates.nothing_to_update()
         copy_ns, update_ns = (after - before for after, before in zip(self._engine.wait_totals(), waited, strict=True))
         return StepReport(
             step=self.steps - 1,
-            grad_norm=self.last_grad_norm,
+            grad_norm=self._updates.last_grad_norm,
             tokens=tokens,
             targets=total,
-            skipped=self._skipped,
+            skipped=self._updates.skipped,
             seconds=time.perf_counter() - started,
             wait_copy_seconds=copy_ns / 1e9,
             wait_update_seconds=update_ns / 1e9,
             loss_tensor=loss,
         )
-
-    def _forward_and_backward(
-        self,
-        active: Sequence[tuple[int, Mapping[str, Any], float]],
-        total: float,
-        loss: torch.Tensor,
-        interrupts: DeferredInterrupts,
-    ) -> None:
-        order = LayerMajor(self._weights, self._runner, self.device, interrupts.check)
-        runs = [self._parked(number, entry) for number, entry, _ in active]
-
-        def when_done(index: int, output: Any) -> None:
-            share = active[index][2] / total
-            own_loss = loss_in(output)
-            loss.add_(own_loss.detach().double(), alpha=share)
-            if own_loss.requires_grad:
-                torch.autograd.backward([own_loss * share], retain_graph=True)
-
-        self._weights.begin_pass([*self._forward_uses, *self._backward_uses])
-        try:
-            order.forward(runs, when_done, keep=True)
-            self._forward_uses, self._weights.uses = self._weights.uses, []
-            order.backward(self._sink, self._unit_of)
-            self._backward_uses = self._weights.uses
-        except BaseException:
-            for run in runs:
-                run.abandon()
-            raise
-
-    def _forget_gradients(self) -> None:
-        self._sink.clear()
-        self._clip_next = None
-        for outside in self._weights.outside.values():
-            outside.drop_gradients()
-
-    def _recover(self) -> None:
-        """After work that was cut short; an engine that has stopped says why by the error on its way."""
-        with suppress(RuntimeError):
-            self._weights.recover()
-
-    def _parked(self, number: int, batch: Mapping[str, Any]) -> ParkedForward:
-        arguments = self._surroundings.to_device({k: v for k, v in batch.items() if k != "weight"})
-        seed_generators(seed_for(self.settings.seed, self.steps, number), self.device)
-        state = RngState.capture(self.device)
-        return ParkedForward(
-            lambda: self.module(**arguments),
-            self.device,
-            state,
-            lambda run: self._router.handle_here(run.park),
-        )
-
-    def _apply_update(self) -> None:
-        """Clip, then queue every update in the order of its next use; skip if the norm is not finite."""
-        with DeferredInterrupts():
-            self._clip_and_queue()
-
-    def _clip_and_queue(self) -> None:
-        self.optimizer.check_groups()
-        self._store_outside()
-        clip = self.settings.max_grad_norm if self._clip_next is None else self._clip_next
-        skip = self.settings.skip_nonfinite
-        self._clip_next = None
-        self.last_grad_norm = self._sink.norm() if clip is not None or skip else None
-        self._skipped = skip and self.last_grad_norm is not None and not math.isfinite(self.last_grad_norm)
-        self._gradients_known = {tile: set(touched) for tile, touched in self._sink.stored.items()}
-        self.steps += 1
-        self._watch_for_untrained()
-        if self._skipped:
-            self.skipped_steps += 1
-            self._sink.clear()
-            return
-        scale = 1.0
-        if clip is not None and self.last_grad_norm is not None:
-            scale = min(1.0, clip / (self.last_grad_norm + 1e-6))
-        self._weights.release_outside()
-        groups = self.optimizer.groups_by_face()
-        for priority, unit in enumerate(each_unit(self._plan.units, self._forward_uses)):
-            touched = self._sink.stored.get(unit.tile)
-            if touched:
-                updates = self.optimizer.updates([unit.parameters[index] for index in sorted(touched)], groups)
-                self._engine.update(unit.tile, updates, scale, priority)
-        self._sink.clear()
-        self._engine.expect(list(self._forward_uses))
-
-    def _watch_for_untrained(self) -> None:
-        """Name, once, the trainable parameters that none of the first three steps had a gradient for."""
-        if self.steps > 3 or not self._never_trained:
-            return
-        for unit in self._plan.units:
-            for index in self._gradients_known.get(unit.tile, ()):
-                self._never_trained.discard(unit.parameters[index].name)
-        if self.steps == 3 and self._never_trained:
-            names = sorted(self._never_trained)
-            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            warnings.warn(f"after 3 steps these parameters have had no gradient: {shown}", stacklevel=4)
 
     # plain PyTorch
 
@@ -358,23 +297,23 @@ class StreamedModel:
         with_gradients = torch.is_grad_enabled()
         if self._direct.cut_short:
             self._direct.cut_short = False
-            self._recover()
+            self._steps.recover()
         self._require_loaded()
         if with_gradients:
             self._prepare(kwargs if kwargs and not args else None)
         else:
             self._face.take_over_edits()
         moved_args, moved_kwargs = self._surroundings.arguments_to_device(args, kwargs)
-        backward = self._forward_uses[::-1] if with_gradients else []
-        self._weights.begin_pass([*self._forward_uses, *backward])
+        uses = self._updates.next_uses
+        self._weights.begin_pass([*uses, *(uses[::-1] if with_gradients else [])])
         self._engine.begin_step(self.steps)
         try:
             with self._surroundings.around([kwargs], caches=not with_gradients):
                 output = self.module(*moved_args, **moved_kwargs)
         except BaseException:
-            self._recover()
+            self._steps.recover()
             raise
-        self._forward_uses = list(self._weights.uses) or self._forward_uses
+        self._updates.next_uses = list(self._weights.uses) or self._updates.next_uses
         return output
 
     def evaluate(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> EvaluationReport:
@@ -384,7 +323,6 @@ class StreamedModel:
         total = sum(loads)
         active = [(i, entry, load) for i, (entry, load) in enumerate(zip(batches, loads, strict=True)) if load > 0]
         self._require_loaded()
-        results: dict[int, torch.Tensor] = {}
         with (
             torch.no_grad(),
             evaluation_mode(self.module, self._blocks),
@@ -392,17 +330,8 @@ class StreamedModel:
             self._surroundings.around(batches),
         ):
             self._face.take_over_edits()
-            runs = [self._parked(number, entry) for number, entry, _ in active]
-            self._weights.begin_pass(list(self._forward_uses))
-            order = LayerMajor(self._weights, self._runner, self.device)
-            try:
-                order.forward(runs, lambda i, output: results.update({i: loss_in(output).double()}), keep=False)
-            except BaseException:
-                for run in runs:
-                    run.abandon()
-                self._recover()
-                raise
-        losses = [results[index] * load for index, (_, _, load) in enumerate(active)]
+            results = self._steps.evaluate(self.steps, active, self._updates.next_uses)
+        losses = [result * load for result, (_, _, load) in zip(results, active, strict=True)]
         loss = float(torch.stack(losses).sum()) / total if losses else 0.0
         return EvaluationReport(loss=loss, tokens=sum(map(tokens_of, batches)), targets=total)
 
@@ -469,38 +398,11 @@ class StreamedModel:
                 f"{parameter.name}.grad: gradients live in the tiles and are clipped by max_grad_norm= or "
                 "model.clip_grad_norm_(); make the model with keep_gradients=True to look at them"
             )
-        self._store_outside()
-        known = self._sink.stored if self._sink.pending else self._gradients_known
-        if parameter.index not in known.get(parameter.tile, ()):
-            return None
-        self._engine.synchronize()
-        return self._tiles.view(parameter, Section.gradients)
+        return self._updates.gradient(parameter)
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the gradients of the next `optimizer.step()` to this norm; returns their norm now."""
-        self._store_outside()
-        self._clip_next = max_norm
-        return self._sink.norm()
-
-    def _store_outside(self) -> None:
-        """Blocks' gradients go down as they are complete; those outside the stacks when they are asked for."""
-        for unit in self._plan.units:
-            if not unit.is_block:
-                self._sink.store(unit)
-
-    def _hook_outside_gradients(self) -> None:
-        sink = self._sink  # and not self, which autograd would keep alive for ever
-        for tile, outside in self._weights.outside.items():
-            unit = self._unit_by_tile[tile]
-            for parameter, leaf in outside.leaves():
-                if not parameter.trainable:
-                    continue
-
-                def take(leaf: torch.Tensor, parameter: TiledParameter = parameter, unit: Unit = unit) -> None:
-                    gradient, leaf.grad = leaf.grad, None
-                    sink.add(unit, [(parameter, gradient)])
-
-                leaf.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
+        return self._updates.clip_grad_norm_(max_norm)
 
     def _outside_version(self) -> int:
         return sum(self._engine.version(tile) for tile in self._weights.outside)
@@ -552,7 +454,14 @@ class StreamedModel:
 
     def memory_report(self) -> MemoryReport:
         """What megatrain itself holds, on the host and on the device."""
-        return memory_report(self._plan, self._tiles.store, self._weights.nbytes, self.settings.staging_bytes)
+        return memory_report(
+            self._plan,
+            self._tiles.store,
+            self._weights.nbytes,
+            self._weights.resident_bytes,
+            self._engine.kept_bytes(),
+            self.settings.staging_bytes,
+        )
 
     def update_bandwidth(self) -> float:
         """Bytes per second that the updates in the trace read and wrote; 0 before the first. Waits for

@@ -62,8 +62,12 @@ class MemoryReport:
     host_tiles: int
     host_pinned: int
     host_bytes_per_parameter: float
+    host_kept: int
+    """Activations that wait on the host, at most so far."""
     device_weights: int
-    """Slots of the ring and weights outside the stacks."""
+    """Slots of the ring, weights outside the stacks, and blocks of which only the weights are resident."""
+    device_resident: int
+    """Units that are resident with their optimizer state."""
     largest_tile: int
     notes: tuple[str, ...] = ()
 
@@ -73,7 +77,8 @@ class MemoryReport:
             f"{self.parameters:,} parameters",
             f"host    {self.host_tiles / gib:8.2f} GiB in tiles ({self.host_bytes_per_parameter:.2f} B/parameter), "
             f"{self.host_pinned / gib:.2f} GiB of it pinned; the largest tile {self.largest_tile / gib:.2f} GiB",
-            f"device  {self.device_weights / gib:8.2f} GiB of weights",
+            f"device  {self.device_weights / gib:8.2f} GiB of weights, {self.device_resident / gib:.2f} GiB of "
+            f"resident units; {self.host_kept / gib:.2f} GiB of activations on the host",
             *self.notes,
         ]
         return "\n".join(lines)

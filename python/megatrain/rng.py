@@ -30,7 +30,7 @@ def rounding_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RngState:
     """The default generators' states: the host's, and the compute device's where it has its own."""
 
@@ -41,6 +41,12 @@ class RngState:
     def capture(device: torch.device) -> RngState:
         on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         return RngState(torch.get_rng_state(), on_device)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RngState) or (self.device is None) != (other.device is None):
+            return NotImplemented
+        same_device = self.device is None or other.device is None or torch.equal(self.device, other.device)
+        return same_device and torch.equal(self.host, other.host)
 
     def restore(self, device: torch.device) -> None:
         torch.set_rng_state(self.host)

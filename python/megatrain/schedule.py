@@ -1,7 +1,8 @@
-"""Layer-major order: all micro-batches at one block before the next, forward and back.
+"""The order of work: micro-batches through blocks, forward and back.
 
-Each micro-batch's own forward is parked at its next block; the scheduler runs that block for all that
-are parked there. Back, the log of calls is walked in reverse."""
+Each micro-batch's own forward is parked at its next block; the scheduler runs that block for all that are
+parked there. With all micro-batches at once that is layer-major order, with one after the other
+micro-batch-major. Back, the log of calls is walked in reverse."""
 
 from __future__ import annotations
 
@@ -11,21 +12,23 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
-from megatrain.calls import BlockCall, BlockOutput
+from megatrain.calls import BlockCall, CallRecord, OutputSlot
 from megatrain.rng import RngState
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
+    from torch.autograd.graph import GradientEdge
+
     from megatrain.blocks import Block
-    from megatrain.calls import BlockRunner
+    from megatrain.calls import BlockOutput, BlockRunner, Keeping
     from megatrain.parking import ParkedForward
     from megatrain.units import TiledParameter, Unit
 
 
 class Weights(Protocol):
-    """Where blocks get their weights: the ring of slots, or copies for the self-check."""
+    """Where blocks get their weights: the device's memory, or copies for the self-check."""
 
     def on_device(self, block: Block) -> AbstractContextManager[dict[str, torch.Tensor]]:
         """The block's weights, by their names in it, for work queued inside of the `with`."""
@@ -52,8 +55,9 @@ class LoggedCall:
     """A call of one micro-batch, kept until its gradients are taken."""
 
     micro_batch: int
-    call: BlockCall
-    output: BlockOutput
+    record: CallRecord
+    outputs: list[OutputSlot | None]
+    """By the flattened output; None for what is no fresh leaf."""
 
 
 @dataclass(eq=False)
@@ -65,12 +69,12 @@ class Round:
 
 
 class Boundary:
-    """A tensor that flows into blocks without being a block's output itself (a mask made from the
-    embedding, the encoder's states). Its gradient is summed over the blocks that take it, and goes on
-    through the graph behind it once, when the first of them has been walked back."""
+    """A tensor that flows into blocks without being a block's output itself (a mask made from the embedding,
+    the encoder's states). Its gradient is summed over the blocks that take it, and goes on through the graph
+    behind it once, when the first of them has been walked back."""
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+    def __init__(self, edge: GradientEdge) -> None:
+        self.edge = edge
         self.uses = 0
         self._sum: torch.Tensor | None = None
 
@@ -80,32 +84,42 @@ class Boundary:
         self.uses -= 1
         if self.uses == 0 and self._sum is not None:
             # The graphs of several boundaries may share nodes.
-            torch.autograd.backward([self.tensor], [self._sum], retain_graph=True)
+            torch.autograd.backward([self.edge], [self._sum], retain_graph=True)
             self._sum = None
 
 
-class LayerMajor:
-    """One step's forwards and their way back. Used once."""
+class ForwardAndBack:
+    """The forwards of some micro-batches of a step, run side by side, and their way back. Used once.
+
+    keeping: by block and micro-batch. first: the number of the first of these micro-batches in the step."""
+
+    FETCHED_AHEAD = 2
+    """Calls whose tensors are on their way back from the host before their turn."""
 
     def __init__(
         self,
         weights: Weights,
         runner: BlockRunner,
         device: torch.device,
+        keeping: Callable[[Block, int], Keeping],
         check_interrupts: Callable[[], None] = lambda: None,
+        first: int = 0,
     ) -> None:
         self._weights = weights
         self._runner = runner
         self._device = device
+        self._keeping = keeping
         self._check_interrupts = check_interrupts
+        self._first = first
         self._rounds: list[Round] = []
-        self._boundaries: dict[tuple[int, int], Boundary] = {}
+        self._boundaries: dict[tuple[object, int], Boundary] = {}
 
     def forward(
-        self, runs: Sequence[ParkedForward], when_done: Callable[[int, Any], None], keep: bool
+        self, runs: Sequence[ParkedForward], when_done: Callable[[int, Any], None], differentiable: bool
     ) -> None:
         """Run all forwards to their ends; `when_done(micro-batch, result)` is called as each ends, so
-        that what only its loss needs is freed before the next. `keep` logs the calls for `backward`."""
+        that what only its loss needs is freed before the next. `differentiable` logs the calls for
+        `backward`."""
         for index, run in enumerate(runs):
             self._resume(index, run, None, None, when_done)
         while waiting := [(index, run) for index, run in enumerate(runs) if run.parked is not None]:
@@ -118,18 +132,30 @@ class LayerMajor:
                 for index, run in at_block:
                     parked = run.parked
                     assert parked is not None
+                    run.parked = None  # its arguments live as long as the call needs them
                     call = BlockCall.capture(block, parked.args, parked.kwargs, parked.rng)
                     call.rng.restore(self._device)
+                    keeping = self._keeping(block, self._first + index)
+                    backward = differentiable and parked.grad_enabled
                     # In the micro-batch's own context: hooks on sub-modules may look at its variables.
                     with torch.set_grad_enabled(parked.grad_enabled):
-                        output = parked.context.run(self._runner.run, call, weights)
+                        output = parked.context.run(
+                            self._runner.run, call, weights, keeping, differentiable=backward
+                        )
+                    del parked
                     results.append((index, run, output, RngState.capture(self._device)))
-                    if keep and parked.grad_enabled:
-                        logged.append(LoggedCall(index, call, output))
+                    if backward:
+                        outputs = [
+                            OutputSlot(leaf) if leaf is not None and leaf.requires_grad else None
+                            for leaf in output.leaves
+                        ]
+                        logged.append(LoggedCall(index, output.record, outputs))
             if logged:
                 self._log(Round(block, logged))
-            for index, run, output, rng in results:
-                self._resume(index, run, output.tree, rng, when_done)
+            while results:  # what the modules do not hold any more is freed as they go on
+                index, run, output, rng = results.pop(0)
+                tree, output = output.tree, None  # type: ignore[assignment]
+                self._resume(index, run, tree, rng, when_done)
 
     @staticmethod
     def _resume(
@@ -147,24 +173,42 @@ class LayerMajor:
     def _log(self, finished: Round) -> None:
         self._rounds.append(finished)
         for logged in finished.calls:
-            for tensor in logged.call.differentiable():
-                key = (logged.micro_batch, id(tensor))
-                self._boundaries.setdefault(key, Boundary(tensor)).uses += 1
+            for given in logged.record.call.inputs:
+                if given.edge is not None:
+                    self._boundaries.setdefault(_key(given.edge), Boundary(given.edge)).uses += 1
 
-    def backward(self, sink: Sink, outside: Callable[[TiledParameter], Unit]) -> None:
-        """Walk the log back. A block's gradients go down when its first call has been walked."""
+    def backward(
+        self,
+        sink: Sink,
+        outside: Callable[[TiledParameter], Unit],
+        when_complete: Callable[[Unit], None] = lambda unit: None,
+    ) -> None:
+        """Walk the log back. `when_complete` is called for a block's unit when its first call has been walked."""
         calls_left = Counter(finished.block.unit.tile for finished in self._rounds)
+        ahead = self._calls_back()
         while self._rounds:
             self._check_interrupts()
             finished = self._rounds.pop()
             unit = finished.block.unit
             with self._weights.on_device(finished.block) as weights:
-                for logged in finished.calls:
+                for position, logged in enumerate(finished.calls):
+                    next(ahead, None)
                     self._walk(logged, weights, sink, outside)
+                    finished.calls[position] = None  # type: ignore[call-overload]
+                    del logged
             calls_left[unit.tile] -= 1
             if calls_left[unit.tile] == 0:
-                sink.store(unit)
+                when_complete(unit)
         self._boundaries.clear()
+
+    def _calls_back(self) -> Iterator[None]:
+        """Each `next` starts bringing back what the next calls of the walk need."""
+        order = [logged.record for finished in reversed(self._rounds) for logged in finished.calls]
+        for index in range(len(order)):
+            for record in order[index : index + 1 + self.FETCHED_AHEAD]:
+                record.fetch()
+            order[index] = None  # type: ignore[call-overload]
+            yield
 
     def _walk(
         self,
@@ -173,28 +217,34 @@ class LayerMajor:
         sink: Sink,
         outside: Callable[[TiledParameter], Unit],
     ) -> None:
-        call = logged.call
-        output_gradients = [None if leaf is None else leaf.grad for leaf in logged.output.leaves]
-        tensors = call.tensors()
-        input_gradients: Sequence[torch.Tensor | None] = [None] * len(tensors)
+        record = logged.record
+        inputs = record.call.inputs
+        output_gradients = [None if slot is None else slot.gradient for slot in logged.outputs]
+        input_gradients: Sequence[torch.Tensor | None] = [None] * len(inputs)
         if any(gradient is not None for gradient in output_gradients):
-            input_gradients, parameter_gradients = self._runner.gradients(call, weights, output_gradients)
+            input_gradients, parameter_gradients = self._runner.gradients(record, weights, output_gradients)
             for parameter, gradient in parameter_gradients:
                 sink.add(outside(parameter), [(parameter, gradient)])
-        for leaf in logged.output.leaves:
-            if leaf is not None:
-                leaf.grad = None
-        for tensor, gradient in zip(tensors, input_gradients, strict=True):
-            if tensor.requires_grad:
-                key = (logged.micro_batch, id(tensor))
-                boundary = self._boundaries[key]
+        for slot in logged.outputs:
+            if slot is not None:
+                slot.gradient = None
+        for given, gradient in zip(inputs, input_gradients, strict=True):
+            if given.slot is not None:
+                given.slot.add(gradient)
+            elif given.edge is not None:
+                boundary = self._boundaries[_key(given.edge)]
                 boundary.add(gradient)
                 if boundary.uses == 0:
-                    del self._boundaries[key]
+                    del self._boundaries[_key(given.edge)]
+
+
+def _key(edge: GradientEdge) -> tuple[object, int]:
+    return edge.node, edge.output_nr
 
 
 def each_unit(units: Sequence[Unit], order: Sequence[int]) -> Iterator[Unit]:
     """The units, those named in `order` (by tile) first and in that order."""
     by_tile = {unit.tile: unit for unit in units}
     for tile in dict.fromkeys([*order, *by_tile]):
-        yield by_tile[tile]
+        if tile in by_tile:
+            yield by_tile[tile]

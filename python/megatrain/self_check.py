@@ -16,12 +16,12 @@ from torch.utils import _pytree as pytree
 from megatrain._native import Section
 from megatrain.autograd import DirectCalls
 from megatrain.blocks import BlockCaller
-from megatrain.calls import BlockRunner
+from megatrain.calls import BlockRunner, Keeping
 from megatrain.errors import UnsupportedModelError
 from megatrain.loss import loss_in, weight_of
 from megatrain.parking import ParkedForward
 from megatrain.rng import RngState, preserved, seed_generators
-from megatrain.schedule import LayerMajor
+from megatrain.schedule import ForwardAndBack
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -171,7 +171,7 @@ def _compare(model: StreamedModel, tiny: Mapping[str, Any], dtype: torch.dtype, 
                 expected_loss, expected = loss.detach(), take_leaves()
 
                 sums = _Sums()
-                loss = run_whole(DirectCalls(copies, runner, sums, device, model._unit_of))
+                loss = run_whole(DirectCalls(copies, runner, sums, device, model._unit_of, _keep_inputs))
                 loss.backward()  # type: ignore[no-untyped-call]
                 found = _merged(sums, take_leaves())
                 _hold_against(expected_loss, expected, loss.detach(), found, tolerance, "backward()")
@@ -194,7 +194,7 @@ def _parked_backward(
         RngState.capture(model.device),
         lambda run: model._router.handle_here(run.park),
     )
-    order = LayerMajor(copies, runner, model.device)
+    order = ForwardAndBack(copies, runner, model.device, _keep_inputs)
     losses: list[torch.Tensor] = []
 
     def when_done(_: int, output: Any) -> None:
@@ -203,12 +203,16 @@ def _parked_backward(
         torch.autograd.backward([loss], retain_graph=True)
 
     try:
-        order.forward([run], when_done, keep=True)
+        order.forward([run], when_done, differentiable=True)
         order.backward(sums, model._unit_of)
     except BaseException:
         run.abandon()
         raise
     return losses[0]
+
+
+def _keep_inputs(block: Block, micro_batch: int) -> Keeping:
+    return Keeping()
 
 
 @contextmanager

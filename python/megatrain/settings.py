@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from megatrain._native import CudaBackend, HostBackend, TileFormat, cuda_device_count, cuda_unavailable_reason
+from megatrain.placement import Placement
+from megatrain.transfers import Transfers
 
 ParameterGroups = Sequence[Mapping[str, Any]]
 
@@ -66,6 +68,8 @@ class Settings:
     staging_bytes: int = 64 << 20
     keep_gradients: bool = False
     self_check: bool = True
+    placement: Placement = field(default_factory=Placement)
+    transfers: Transfers = field(default_factory=Transfers)
 
     def __post_init__(self) -> None:
         if self.dtype not in (torch.bfloat16, torch.float32):
@@ -80,8 +84,8 @@ class Settings:
             raise ValueError('master is "none" with dtype=torch.float32, whose weights are their own master')
         if self.moments not in ("fp32", "bf16", "int8"):
             raise ValueError(f'moments is "{self.moments}"; it must be "fp32", "bf16" or "int8"')
-        if self.slots < 2:
-            raise ValueError(f"slots is {self.slots}; the ring needs at least 2")
+        if self.slots < 1:
+            raise ValueError(f"slots is {self.slots}; the ring needs at least 1")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm is {self.max_grad_norm}; it must be above 0, or None for no clipping")
 

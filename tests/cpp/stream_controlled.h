@@ -62,6 +62,9 @@ class ControlledBackend final : public Backend {
     before_copy(kind);
     inner_->copy(destination, source, bytes, kind, stream);
   }
+  void update(const AdamWStep& step, const AdamWSpan& span, int* non_finite, StreamView stream) override {
+    inner_->update(step, span, non_finite, stream);
+  }
   void poison(void* device, std::size_t bytes) override { inner_->poison(device, bytes); }
   void random_delay() override {
     before_update();

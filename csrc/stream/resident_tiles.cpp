@@ -1,0 +1,128 @@
+#include "stream/resident_tiles.h"
+
+#include <cstring>
+#include <string>
+
+#include "base/error.h"
+#include "stream/update_span.h"
+
+namespace megatrain {
+
+namespace {
+constexpr std::size_t kFlagBytes = 4096;
+}
+
+ResidentTiles::ResidentTiles(const EngineParts& parts)
+    : parts_(parts), backend_(parts.store.backend()), stream_(backend_.create_stream("mt-resident")) {}
+
+void ResidentTiles::synchronize() { backend_.synchronize(stream_); }
+
+ResidentTiles::Tile& ResidentTiles::tile_at(int tile) {
+  const auto found = tiles_.find(tile);
+  if (found == tiles_.end()) throw CallerError("tile " + std::to_string(tile) + " is not resident");
+  return found->second;
+}
+
+void ResidentTiles::add(int tile, std::byte* device, int* non_finite) {
+  const TileLayout& layout = parts_.store.layout(tile);
+  if (has(tile)) throw CallerError("tile " + std::to_string(tile) + " is resident already");
+  if (layout.shard().ranks != 1) {
+    throw CallerError("tile " + std::to_string(tile) + " is sharded; only whole tiles can be resident");
+  }
+  if (flags_.bytes() == 0) flags_ = parts_.store.allocate(kFlagBytes);
+  const std::size_t offset = tiles_.size() * sizeof(int);
+  if (offset + sizeof(int) > kFlagBytes) {
+    throw CallerError("more than " + std::to_string(kFlagBytes / sizeof(int)) + " resident tiles");
+  }
+  Tile entry;
+  entry.device = device;
+  entry.non_finite = non_finite;
+  entry.seen_non_finite = flags_.data() + offset;
+  tiles_.emplace(tile, entry);
+}
+
+// One burst for the whole tile.
+void ResidentTiles::copy(int tile, const Tile& entry, CopyKind kind) {
+  const TileStore::SectionView first = parts_.store.section(tile, Section::kWeights);
+  const std::size_t bytes = parts_.store.layout(tile).bytes();
+  if (bytes == 0) return;
+  const SharedEvent begin = parts_.events.record(stream_);
+  if (kind == CopyKind::kHostToDevice) {
+    if (first.pinned) {
+      backend_.copy(entry.device, first.data, bytes, kind, stream_);
+    } else {
+      parts_.staging_up.copy_up(entry.device, first.data, bytes, stream_);
+    }
+  } else if (first.pinned) {
+    backend_.copy(first.data, entry.device, bytes, kind, stream_);
+  } else {
+    parts_.staging_down.copy_down(first.data, entry.device, bytes, stream_);
+  }
+  TraceSpan span;
+  span.kind = kind == CopyKind::kHostToDevice ? SpanKind::kCopyUp : SpanKind::kCopyDown;
+  span.tile = tile;
+  span.step = parts_.step;
+  span.bytes = static_cast<std::int64_t>(bytes);
+  parts_.trace.add(span, begin, parts_.events.record(stream_));
+}
+
+void ResidentTiles::use(int tile, StreamView stream) {
+  Tile& entry = tile_at(tile);
+  check_finite(tile, entry);
+  const std::int64_t version = parts_.gate.version(tile);
+  if (entry.version == version) return;
+  if (entry.ahead) {
+    throw CallerError("the host's copy of tile " + std::to_string(tile) +
+                      " was edited while the device was ahead of it; look at it first");
+  }
+  backend_.wait(stream_, *parts_.events.record(stream));  // readers of what is overwritten
+  copy(tile, entry, CopyKind::kHostToDevice);
+  const SharedEvent loaded = parts_.events.record(stream_);
+  if (parts_.keeps(Wait::kResidentLoaded)) backend_.wait(stream, *loaded);
+  // The host's bytes may be edited again as soon as this returns.
+  backend_.synchronize(*loaded);
+  entry.version = version;
+}
+
+void ResidentTiles::update(int tile, const std::vector<ParameterUpdate>& updates, StreamView stream) {
+  const TileLayout& layout = parts_.store.layout(tile);
+  check_updates(layout, tile, updates);
+  Tile& entry = tile_at(tile);
+  check_finite(tile, entry);
+  for (const ParameterUpdate& update : updates) {
+    const ElementRange range = layout.range(update.parameter);
+    if (range.empty()) continue;
+    backend_.update(update.step, update_span(layout, entry.device, range, 0), entry.non_finite, stream);
+  }
+  backend_.copy(entry.seen_non_finite, entry.non_finite, sizeof(int), CopyKind::kDeviceToHost, stream);
+  entry.changed = parts_.events.record(stream);
+  entry.step = parts_.step;
+  entry.ahead = true;
+  parts_.gate.mark_edited(tile);  // graphs that were made before must not be walked
+  entry.version = parts_.gate.version(tile);
+}
+
+void ResidentTiles::check_finite(int tile, const Tile& entry) {
+  if (!entry.changed || !backend_.reached(*entry.changed)) return;
+  int non_finite = 0;
+  std::memcpy(&non_finite, entry.seen_non_finite, sizeof non_finite);
+  if (non_finite == 0) return;
+  throw OutsideError("the update made a weight infinite or NaN: tile " + std::to_string(tile) +
+                     " on the device, step " + std::to_string(entry.step));
+}
+
+void ResidentTiles::write_back() {
+  for (auto& [tile, entry] : tiles_) {
+    if (!entry.ahead) continue;
+    if (parts_.keeps(Wait::kResidentUpdated)) backend_.wait(stream_, *entry.changed);
+    copy(tile, entry, CopyKind::kDeviceToHost);
+  }
+  backend_.synchronize(stream_);
+  for (auto& [tile, entry] : tiles_) {
+    entry.ahead = false;
+    if (entry.changed) backend_.synchronize(*entry.changed);
+    check_finite(tile, entry);
+  }
+}
+
+}  // namespace megatrain

@@ -1,0 +1,97 @@
+"""Device tensors that wait on the host, in the native runtime's pinned memory, until they are needed."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatrain.interop import stream_handle
+
+if TYPE_CHECKING:
+    from megatrain._native import Engine
+
+
+class HostShelf:
+    """Puts tensors away. Device memory of what is on its way down is held here until it has landed."""
+
+    PENDING_BYTES = 2 << 30
+    """Of device memory that copies down may hold: with more, the caller waits for the oldest."""
+
+    def __init__(self, engine: Engine, device: torch.device) -> None:
+        self.engine = engine
+        self.device = device
+        self._pending: deque[tuple[int, torch.Tensor]] = deque()
+        self._pending_bytes = 0
+
+    def put(self, tensor: torch.Tensor, tile: int) -> ShelvedTensor:
+        """After the work that makes it, on the current stream. `tile` names the block, for the trace."""
+        self._collect()
+        dense = tensor.detach()
+        if not _is_dense(dense):
+            dense = dense.contiguous()
+        nbytes = dense.numel() * dense.element_size()
+        kept = self.engine.keep(tile, dense.data_ptr(), nbytes, stream_handle(self.device))
+        self._pending.append((kept, dense))
+        self._pending_bytes += nbytes
+        return ShelvedTensor(self, kept, dense)
+
+    def _collect(self) -> None:
+        while self._pending:
+            kept, _ = self._pending[0]
+            if self._pending_bytes > self.PENDING_BYTES:
+                self.engine.wait_kept(kept)
+            elif not self.engine.kept_landed(kept):
+                return
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        _, tensor = self._pending.popleft()
+        self._pending_bytes -= tensor.numel() * tensor.element_size()
+
+    def drop(self, kept: int) -> None:
+        while any(pending == kept for pending, _ in self._pending):
+            self.engine.wait_kept(self._pending[0][0])
+            self._forget_oldest()
+        self.engine.drop_kept(kept)
+
+
+class ShelvedTensor:
+    """One tensor on the shelf. `fetch` starts its way back, `take` returns it."""
+
+    def __init__(self, shelf: HostShelf, kept: int, tensor: torch.Tensor) -> None:
+        self._shelf = shelf
+        self._kept = kept
+        self._size, self._stride, self._dtype = tensor.shape, tensor.stride(), tensor.dtype
+        self._back: torch.Tensor | None = None
+        self._waited = False
+
+    def fetch(self) -> None:
+        """The copy up starts when the work queued so far on the current stream has ended."""
+        if self._back is None:
+            shelf = self._shelf
+            self._back = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=shelf.device)
+            shelf.engine.bring_back(self._kept, self._back.data_ptr(), stream_handle(shelf.device))
+
+    def take(self) -> torch.Tensor:
+        """The tensor, for work queued from now on."""
+        self.fetch()
+        assert self._back is not None
+        if not self._waited:
+            self._shelf.engine.wait_back(self._kept, stream_handle(self._shelf.device))
+            self._waited = True
+        return self._back
+
+    def __del__(self) -> None:
+        with suppress(Exception):  # the engine may be closed by now
+            if self._back is not None and not self._waited:
+                # Nobody may use the memory that the copy up still writes to.
+                self._shelf.engine.wait_back(self._kept, stream_handle(self._shelf.device))
+            self._shelf.drop(self._kept)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Its elements fill one range of memory, in whatever order."""
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

@@ -1,0 +1,114 @@
+"""What stays where and in which order a step works: given by hand, checked when made.
+
+Nothing here changes losses or gradients; it decides time and memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Keep = Literal["everything", "selected", "inputs"]
+Order = Literal["layer-major", "micro-batch-major"]
+Residence = Literal["none", "weights", "all"]
+Side = Literal["device", "host"]
+
+
+def _check(name: str, value: object, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ValueError(f'{name} is "{value}"; it must be one of {", ".join(known)}')
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockPlacement:
+    """One block's weights and activations.
+
+    keep: what its forward leaves for its backward: "everything" that autograd saves; "selected", the outputs
+        of matrix products and attention, from which the rest is recomputed; "inputs" alone. One value, or
+        one for each micro-batch of the step, the last of which stands for all that follow. A block that
+        draws random numbers (dropout) keeps its inputs where "selected" is asked for.
+    kept_on: where that waits: in device memory, or in pinned host memory, to and from which it is copied
+        while other blocks compute.
+    resident: "weights" keeps the block's weights in device memory (2 bytes a parameter in bf16); "all" keeps
+        its optimizer state there as well and updates it there (14 bytes with fp32 moments)."""
+
+    keep: Keep | tuple[Keep, ...] = "inputs"
+    kept_on: Side = "device"
+    resident: Residence = "none"
+
+    def __post_init__(self) -> None:
+        values = self.keep if isinstance(self.keep, tuple) else (self.keep,)
+        if not values:
+            raise ValueError("keep is an empty tuple; it needs a value for the first micro-batch")
+        for value in values:
+            _check("keep", value, get_args(Keep))
+        _check("kept_on", self.kept_on, get_args(Side))
+        _check("resident", self.resident, get_args(Residence))
+
+    def keep_for(self, micro_batch: int) -> Keep:
+        if isinstance(self.keep, tuple):
+            return self.keep[min(micro_batch, len(self.keep) - 1)]
+        return self.keep
+
+
+@dataclass(frozen=True, kw_only=True)
+class Placement:
+    """Of a whole model.
+
+    order: "layer-major" runs every micro-batch through a block before the next block, so that weights go up
+        twice a step; "micro-batch-major" runs each micro-batch to its end, so that only one micro-batch's
+        activations are kept, with fp32 sums of all gradients (4 bytes a parameter) on the device.
+    blocks: by block, in the module's order; the last one stands for all that follow.
+    outside: where parameters outside the stacks (embedding, final norm, head) live, by the name of the module
+        that owns them, "" for those not named: "all", or "none" for weights fetched once after each update."""
+
+    order: Order = "layer-major"
+    blocks: tuple[BlockPlacement, ...] = (BlockPlacement(),)
+    outside: Mapping[str, Residence] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check("order", self.order, get_args(Order))
+        if not self.blocks:
+            raise ValueError("blocks is empty; give at least one BlockPlacement, which then stands for all blocks")
+        for value in self.outside.values():
+            _check("outside", value, get_args(Residence))
+
+    @staticmethod
+    def spread(
+        blocks: int,
+        *,
+        order: Order = "layer-major",
+        resident: int = 0,
+        everything: int = 0,
+        selected: int = 0,
+        kept_on: Side = "device",
+        outside: Mapping[str, Residence] | Residence = "none",
+    ) -> Placement:
+        """The first `resident` of `blocks` blocks are resident; the last `everything` keep everything, the
+        `selected` ones before them keep selected outputs, and the rest their inputs, on `kept_on`."""
+        for name, count in (("resident", resident), ("everything + selected", everything + selected)):
+            if not 0 <= count <= blocks:
+                raise ValueError(f"{name} is {count}; it must be between 0 and the number of blocks, {blocks}")
+        found = []
+        for index in range(blocks):
+            from_end = blocks - index
+            keep: Keep = "inputs"
+            if from_end <= everything:
+                keep = "everything"
+            elif from_end <= everything + selected:
+                keep = "selected"
+            found.append(
+                BlockPlacement(keep=keep, kept_on=kept_on, resident="all" if index < resident else "none")
+            )
+        named = {"": outside} if isinstance(outside, str) else outside
+        return Placement(order=order, blocks=tuple(found), outside=named)
+
+    def block(self, index: int) -> BlockPlacement:
+        return self.blocks[min(index, len(self.blocks) - 1)]
+
+    def residence(self, outside: str) -> Residence:
+        """Of the module with this name outside the stacks."""
+        return self.outside.get(outside, self.outside.get("", "none"))
+

@@ -1,0 +1,140 @@
+"""The forwards and backwards of one step, in the order that the placement asks for."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatrain.calls import Keeping
+from megatrain.host_shelf import HostShelf
+from megatrain.loss import loss_in
+from megatrain.parking import ParkedForward
+from megatrain.rng import RngState, seed_for, seed_generators
+from megatrain.schedule import ForwardAndBack
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from torch import nn
+
+    from megatrain._native import Engine
+    from megatrain.blocks import Block
+    from megatrain.calls import BlockRunner
+    from megatrain.device_weights import DeviceWeights
+    from megatrain.gradients import GradientSink
+    from megatrain.placement import Placement
+    from megatrain.surroundings import Surroundings
+    from megatrain.takeover import Router
+    from megatrain.units import TiledParameter, Unit
+
+Active = tuple[int, "Mapping[str, Any]", float]
+"""A micro-batch that is run: its number in the step, itself, its weight."""
+
+
+class StepRunner:
+    """Of one model."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        engine: Engine,
+        weights: DeviceWeights,
+        runner: BlockRunner,
+        router: Router,
+        surroundings: Surroundings,
+        placement: Placement,
+        blocks: Sequence[Block],
+        seed: int,
+    ) -> None:
+        self._module = module
+        self._weights = weights
+        self._runner = runner
+        self._router = router
+        self._surroundings = surroundings
+        self._placement = placement
+        self._index = {block.name: index for index, block in enumerate(blocks)}
+        self._seed = seed
+        self._shelf = HostShelf(engine, weights.device)
+        self._backward_uses: list[int] = []
+
+    def keeping(self, block: Block, micro_batch: int) -> Keeping:
+        placement = self._placement.block(self._index[block.name])
+        return Keeping(placement.keep_for(micro_batch), self._shelf if placement.kept_on == "host" else None)
+
+    def train(
+        self,
+        step: int,
+        active: Sequence[Active],
+        loss: torch.Tensor,
+        forward_uses: list[int],
+        sink: GradientSink,
+        unit_of: Callable[[TiledParameter], Unit],
+        complete: Callable[[Unit], None],
+        check_interrupts: Callable[[], None],
+    ) -> list[int]:
+        """Forward and backward of every micro-batch; adds their weighted mean to `loss`. `complete` is called as
+        the gradient of a block's unit becomes final. Returns the tiles that a forward used, in order."""
+        together = len(active) if self._placement.order == "layer-major" else 1
+        total = sum(weight for _, _, weight in active)
+        self._weights.begin_pass([*forward_uses, *self._backward_uses] * (-(-len(active) // together)))
+        used = forward_uses
+        for first in range(0, len(active), together):
+            group = active[first : first + together]
+            last = first + together >= len(active)
+            order = ForwardAndBack(
+                self._weights, self._runner, self._weights.device, self.keeping, check_interrupts, first
+            )
+            runs = [self._parked(step, number, entry) for number, entry, _ in group]
+
+            def when_done(index: int, output: Any, group: Sequence[Active] = group) -> None:
+                share = group[index][2] / total
+                own_loss = loss_in(output)
+                loss.add_(own_loss.detach().double(), alpha=share)
+                if own_loss.requires_grad:
+                    torch.autograd.backward([own_loss * share], retain_graph=True)
+
+            try:
+                order.forward(runs, when_done, differentiable=True)
+                used, self._weights.uses = self._weights.uses, []
+                order.backward(sink, unit_of, complete if last else lambda unit: None)
+                self._backward_uses, self._weights.uses = self._weights.uses, []
+            except BaseException:
+                for run in runs:
+                    run.abandon()
+                raise
+        return used
+
+    def evaluate(self, step: int, active: Sequence[Active], forward_uses: list[int]) -> list[torch.Tensor]:
+        """The loss of each micro-batch, fp64 scalars on the device."""
+        results: dict[int, torch.Tensor] = {}
+        runs = [self._parked(step, number, entry) for number, entry, _ in active]
+        self._weights.begin_pass(list(forward_uses))
+        order = ForwardAndBack(self._weights, self._runner, self._weights.device, self.keeping)
+        try:
+            order.forward(
+                runs, lambda i, output: results.update({i: loss_in(output).double()}), differentiable=False
+            )
+        except BaseException:
+            for run in runs:
+                run.abandon()
+            self.recover()
+            raise
+        return [results[index] for index in range(len(active))]
+
+    def recover(self) -> None:
+        """After work that was cut short; an engine that has stopped says why by the error on its way."""
+        with suppress(RuntimeError):
+            self._weights.recover()
+
+    def _parked(self, step: int, number: int, batch: Mapping[str, Any]) -> ParkedForward:
+        arguments = self._surroundings.to_device({k: v for k, v in batch.items() if k != "weight"})
+        seed_generators(seed_for(self._seed, step, number), self._weights.device)
+        state = RngState.capture(self._weights.device)
+        return ParkedForward(
+            lambda: self._module(**arguments),
+            self._weights.device,
+            state,
+            lambda run: self._router.handle_here(run.park),
+        )

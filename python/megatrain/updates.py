@@ -1,0 +1,187 @@
+"""From gradients to updates: clip, skip what is not finite, queue each update in the order of its next use."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatrain._native import Section
+from megatrain.interop import stream_handle
+from megatrain.interrupts import DeferredInterrupts
+from megatrain.schedule import each_unit
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from megatrain._native import Engine
+    from megatrain.device_weights import DeviceWeights
+    from megatrain.gradients import GradientSink
+    from megatrain.optimizer import StreamedAdamW
+    from megatrain.settings import Settings
+    from megatrain.tiles import Tiles
+    from megatrain.units import TiledParameter, Unit
+
+
+class Updates:
+    """Of one model. `next_uses` are the tiles of the coming forward, in order."""
+
+    def __init__(
+        self, engine: Engine, tiles: Tiles, weights: DeviceWeights, sink: GradientSink, settings: Settings
+    ) -> None:
+        self._engine = engine
+        self._tiles = tiles
+        self._plan = tiles.plan
+        self._weights = weights
+        self._sink = sink
+        self._settings = settings
+        self.optimizer: StreamedAdamW
+        """Set once it exists."""
+        self.next_uses: list[int] = [unit.tile for unit in self._plan.units]
+        self.steps = 0
+        self.skipped_steps = 0
+        self.last_grad_norm: float | None = None
+        self.skipped = False
+        """The last step updated nothing."""
+        self.clip_next: float | None = None
+        """Norm to clip the next update to, in place of the settings' one."""
+        self._early: set[int] | None = None
+        self._gradients_known: dict[int, set[int]] = {}
+        self._never_trained = {p.name for p in self._plan.parameters if p.trainable}
+
+    # while gradients land
+
+    def begin_step(self) -> None:
+        """A step whose `complete` calls say which gradients are final. Without clipping and without the wait for
+        a finite norm, nothing has to wait for the last of them."""
+        free = self._settings.max_grad_norm is None and self.clip_next is None and not self._settings.skip_nonfinite
+        self._early = set() if free else None
+        if free:
+            self.optimizer.check_groups()
+
+    def complete(self, unit: Unit) -> None:
+        """The unit's gradient is final."""
+        self._sink.store(unit)
+        if self._early is not None:
+            self._early.add(unit.tile)
+            self._queue(unit, 1.0, self._priorities().get(unit.tile, len(self.next_uses)))
+
+    def forget(self) -> None:
+        """Gradients are given up."""
+        self._sink.clear()
+        self.clip_next = None
+        self._early = None
+        for outside in self._weights.outside.values():
+            outside.drop_gradients()
+
+    # once all have
+
+    def apply(self) -> None:
+        """Clip, then queue every update; skip if the norm is not finite."""
+        with DeferredInterrupts():
+            self._clip_and_queue()
+        if not self._settings.transfers.overlap_updates:
+            self._engine.synchronize()
+
+    def nothing_to_update(self) -> None:
+        """A step without targets."""
+        self.last_grad_norm, self.skipped = 0.0, True
+        self.steps += 1
+
+    def _clip_and_queue(self) -> None:
+        self.optimizer.check_groups()
+        self.store_outside()
+        clip = self._settings.max_grad_norm if self.clip_next is None else self.clip_next
+        skip = self._settings.skip_nonfinite
+        early, self._early = self._early or set(), None
+        self.clip_next = None
+        self.last_grad_norm = self._sink.norm() if clip is not None or skip else None
+        self.skipped = skip and self.last_grad_norm is not None and not math.isfinite(self.last_grad_norm)
+        self._gradients_known = {tile: set(touched) for tile, touched in self._sink.stored.items()}
+        self.steps += 1
+        self._watch_for_untrained()
+        if self.skipped:
+            self.skipped_steps += 1
+            self._sink.clear()
+            return
+        scale = 1.0
+        if clip is not None and self.last_grad_norm is not None:
+            scale = min(1.0, clip / (self.last_grad_norm + 1e-6))
+        self._weights.release_outside()
+        landed = self._settings.transfers.update_order == "landed"
+        order = list(self._sink.stored) if landed else self.next_uses
+        for position, unit in enumerate(each_unit(self._plan.units, order)):
+            if unit.tile not in early:
+                self._queue(unit, scale, 0 if landed else position)
+        self._sink.clear()
+        self._engine.expect(list(self.next_uses))
+
+    def _queue(self, unit: Unit, scale: float, priority: int) -> None:
+        touched = self._sink.stored.get(unit.tile)
+        if not touched:
+            return
+        updates = self.optimizer.updates(
+            [unit.parameters[index] for index in sorted(touched)], self.optimizer.groups_by_face()
+        )
+        self._engine.update(unit.tile, updates, scale, priority, stream_handle(self._weights.device))
+
+    def _priorities(self) -> dict[int, int]:
+        if self._settings.transfers.update_order == "landed":
+            return dict.fromkeys(self.next_uses, len(self.next_uses))
+        return {tile: position for position, tile in reversed(list(enumerate(self.next_uses)))}
+
+    def _watch_for_untrained(self) -> None:
+        """Name, once, the trainable parameters that none of the first three steps had a gradient for."""
+        if self.steps > 3 or not self._never_trained:
+            return
+        for unit in self._plan.units:
+            for index in self._gradients_known.get(unit.tile, ()):
+                self._never_trained.discard(unit.parameters[index].name)
+        if self.steps == 3 and self._never_trained:
+            names = sorted(self._never_trained)
+            shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+            warnings.warn(f"after 3 steps these parameters have had no gradient: {shown}", stacklevel=5)
+
+    # looking at gradients
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        self.store_outside()
+        self.clip_next = max_norm
+        return self._sink.norm()
+
+    def store_outside(self) -> None:
+        """Blocks' gradients go down as they are complete; those outside the stacks when they are asked for."""
+        for unit in self._plan.units:
+            if not unit.is_block:
+                self._sink.store(unit)
+
+    def gradient(self, parameter: TiledParameter) -> torch.Tensor | None:
+        """Of the last backward, on the host; None where there was none."""
+        self.store_outside()
+        known = self._sink.stored if self._sink.pending else self._gradients_known
+        if parameter.index not in known.get(parameter.tile, ()):
+            return None
+        resident = self._weights.resident.get(parameter.tile)
+        if resident is not None:
+            offset = self._plan.units[parameter.tile].layout.element_offset(parameter.index)
+            flat = resident.section(Section.gradients)[offset : offset + parameter.numel]
+            return flat.view(parameter.shape).to("cpu", copy=True)
+        self._engine.synchronize()
+        return self._tiles.view(parameter, Section.gradients)
+
+    def hook_outside(self, units: Sequence[Unit]) -> None:
+        """Gradients that autograd leaves outside the stacks go to the sink."""
+        sink = self._sink  # and not self, which autograd would keep alive for ever
+        for tile, outside in self._weights.outside.items():
+            unit = units[tile]
+            for parameter, leaf in outside.leaves():
+                if not parameter.trainable:
+                    continue
+
+                def take(leaf: torch.Tensor, parameter: TiledParameter = parameter, unit: Unit = unit) -> None:
+                    gradient, leaf.grad = leaf.grad, None
+                    sink.add(unit, [(parameter, gradient)])
+
+                leaf.register_post_accumulate_grad_hook(take)  # type: ignore[no-untyped-call]
