@@ -149,7 +149,7 @@ RingResult Ring::run(const RingRun& run) {
     }
   }
   const WaitTotals waits = engine_->wait_totals();
-  result.wait_seconds = static_cast<double>(waits.all_ns - waits_before.all_ns) / 1e9 / run.steps;
+  result.wait_seconds = static_cast<double>(waits.up_ns - waits_before.up_ns) / 1e9 / run.steps;
   engine_->synchronize();
   count(result, run);
   return result;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,11 +18,15 @@ SHAPES: dict[str, dict[str, int]] = {
 KEY_VALUE_HEADS = {"0.5b": 2, "3b": 2, "7b": 4, "14b": 8}
 
 
-def meta_model(name: str, layers: int | None = None) -> nn.Module:
-    """The module without weights; its buffers are real."""
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+def attention() -> AbstractContextManager[None]:
+    """The kernels that megatrain prefers."""
+    from megatrain.attention import preferred_attention
 
-    from megatrain.pretrained import large_on_meta
+    return preferred_attention(torch.device("cuda"))
+
+
+def qwen_config(name: str, layers: int | None = None) -> Any:
+    from transformers import Qwen2Config
 
     changes: dict[str, Any] = dict(SHAPES[name], num_key_value_heads=KEY_VALUE_HEADS[name])
     if layers is not None:
@@ -30,8 +35,27 @@ def meta_model(name: str, layers: int | None = None) -> nn.Module:
         vocab_size=VOCABULARY, max_position_embeddings=32768, tie_word_embeddings=False, use_cache=False, **changes
     )
     config._attn_implementation = "sdpa"
+    return config
+
+
+def meta_model(name: str, layers: int | None = None) -> nn.Module:
+    """The module without weights; its buffers are real."""
+    from transformers import Qwen2ForCausalLM
+
+    from megatrain.pretrained import large_on_meta
+
     with large_on_meta():
-        return Qwen2ForCausalLM(config).train()
+        return Qwen2ForCausalLM(qwen_config(name, layers)).train()
+
+
+def resident_layer(name: str, layers: int | None = None) -> tuple[Any, nn.Module, nn.Module]:
+    """(configuration, one layer in bf16, rotary embedding), on the GPU."""
+    from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2RotaryEmbedding
+
+    config = qwen_config(name, layers)
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        return config, Qwen2DecoderLayer(config, 0).to(torch.bfloat16), Qwen2RotaryEmbedding(config)
 
 
 def fill_random(model: Any) -> None:

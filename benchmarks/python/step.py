@@ -1,150 +1,220 @@
-"""Whole training steps at a Qwen2.5 shape: tokens/s, TFLOPS, memory, and what the device waited for.
+"""Whole training steps at a Qwen2.5 shape, one row a placement: TFLOPS, share of the resident step, waits.
 
-    python benchmarks/python/step.py --model 7b --micro 16 --length 1024 --accumulate 4 --steps 5
+    python benchmarks/python/step.py --model 7b --host-memory 120GiB \
+        --row "streamed micro=16 accumulate=4" \
+        --row "nine resident micro=16 accumulate=4 resident=9 everything=5 outside=all"
 
-TFLOPS = 6 * all parameters * tokens / wall time. The wall time runs from the return of the first step to
-the return of the last: each step's updates overlap the next one, so every step is counted with one update."""
+A row is a name and settings: micro, length, accumulate (rows, tokens and number of micro-batches), steps,
+resident, everything, selected (numbers of blocks, see Placement.spread), kept_on, order, outside ("all" or the
+names of modules, joined by +), slots, cap (GiB of device memory), update_order, overlap_updates, burst.
+
+TFLOPS = 6 * all parameters * tokens / wall time. The wall time runs from the return of a row's first step to
+the return of its last: each step's updates overlap the next one, so every step is counted with one update."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import platform
-import subprocess
+import os
 import time
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
+from machine import machine
+from resident import resident_step
 from shapes import fill_random, meta_model
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import megatrain
+from megatrain import Placement, Transfers
+
+GIB = 1 << 30
+DEFAULTS: dict[str, Any] = dict(
+    micro=16,
+    length=1024,
+    accumulate=4,
+    steps=6,
+    resident=0,
+    everything=0,
+    selected=0,
+    kept_on="device",
+    order="layer-major",
+    outside="none",
+    slots=2,
+    cap=0,
+    update_order="next-use",
+    overlap_updates=True,
+    burst="tile",
+)
+
+
+def parse_row(text: str) -> dict[str, Any]:
+    words = text.split()
+    row: dict[str, Any] = dict(DEFAULTS, name=" ".join(word for word in words if "=" not in word))
+    for word in words:
+        key, separator, value = word.partition("=")
+        if not separator:
+            continue
+        if key not in DEFAULTS:
+            raise SystemExit(f'row "{text}": unknown setting {key}; there are {", ".join(DEFAULTS)}')
+        kind = type(DEFAULTS[key])
+        row[key] = value == "True" if kind is bool else kind(value)
+    return row
+
+
+def placement_of(row: dict[str, Any], blocks: int) -> Placement:
+    named = row["outside"] in ("none", "all")
+    return Placement.spread(
+        blocks,
+        order=row["order"],
+        resident=row["resident"],
+        everything=row["everything"],
+        selected=row["selected"],
+        kept_on=row["kept_on"],
+        outside=row["outside"] if named else dict.fromkeys(row["outside"].split("+"), "all"),
+    )
+
+
+def run_row(
+    model: megatrain.StreamedModel, row: dict[str, Any], blocks: int, resident_seconds: float
+) -> dict[str, Any]:
+    on_cuda = model.device.type == "cuda"
+    if on_cuda:
+        total = torch.cuda.get_device_properties(model.device).total_memory
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, row["cap"] * GIB / total) if row["cap"] else 1.0)
+    transfers = Transfers(
+        update_order=row["update_order"], overlap_updates=row["overlap_updates"], burst=row["burst"]
+    )
+    model.place(placement_of(row, blocks), slots=row["slots"], transfers=transfers)
+    shape = (row["accumulate"], row["micro"], row["length"])
+    ids = torch.randint(0, 150000, shape, generator=torch.Generator().manual_seed(1))
+    batches = [dict(input_ids=rows, labels=rows) for rows in ids]
+    memory = model.memory_report()
+    flops = 6.0 * memory.parameters * ids.numel()
+    ends, reports = [], []
+    for step in range(row["steps"]):
+        if step == 1:
+            model.synchronize()
+            model._engine.clear_trace()
+            if on_cuda:
+                torch.cuda.reset_peak_memory_stats()
+        reports.append(model.step(batches))
+        ends.append(time.perf_counter())
+        print(f"  {row['name']}, step {step + 1}: {reports[-1].seconds:.3f} s, loss {reports[-1].loss:.5f}", flush=True)
+    model.synchronize()
+    drained = time.perf_counter()
+    counted = row["steps"] - 1
+    steady = (ends[-1] - ends[0]) / counted
+    spans = model._engine.trace()
+    bytes_up = sum(span.nbytes for span in spans if span.kind == "copy_up")
+    weights = sum(unit.layout.section(megatrain._native.Section.weights)[1] for unit in model._plan.units)
+    passes = 2 * (1 if row["order"] == "layer-major" else row["accumulate"])
+    wall = steady * counted
+    result = dict(
+        row,
+        tokens=ids.numel(),
+        seconds=steady,
+        tflops=flops / steady / 1e12,
+        tflops_drained=flops * counted / (drained - ends[0]) / 1e12,
+        tokens_per_second=ids.numel() / steady,
+        of_resident=resident_seconds / steady if resident_seconds else 0.0,
+        streamed=bytes_up / counted / (weights * passes),
+        wait_up=sum(r.wait_copy_seconds - r.wait_update_seconds for r in reports[1:]) / wall,
+        wait_updates=sum(r.wait_update_seconds for r in reports[1:]) / wall,
+        wait_down=sum(r.wait_down_seconds for r in reports[1:]) / wall,
+        compute=sum(s.end_ns - s.begin_ns for s in spans if s.kind == "compute") / 1e9 / wall,
+        update_gb_per_s=model.update_bandwidth() / 1e9,
+        peak_reserved_gib=torch.cuda.max_memory_reserved() / GIB if on_cuda else 0.0,
+        host_kept_gib=model.memory_report().host_kept / GIB,
+        losses=[report.loss for report in reports],
+        norms=[report.grad_norm for report in reports],
+        step_seconds=[b - a for a, b in pairwise(ends)],
+    )
+    if on_cuda:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    return result
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    lines = [
+        f"{'row':34} {'s/step':>7} {'TFLOPS':>7} {'drained':>7} {'tok/s':>6} {'of res.':>7} {'stream':>6} {'w.up':>5} "
+        f"{'w.upd':>5} {'w.down':>6} {'upd GB/s':>8} {'GiB':>6}"
+    ]
+    for r in results:
+        if "error" in r:
+            lines.append(f"{r['name']:34} {r['error']}")
+            continue
+        lines.append(
+            f"{r['name']:34} {r['seconds']:7.3f} {r['tflops']:7.1f} {r['tflops_drained']:7.1f} "
+            f"{r['tokens_per_second']:6.0f} {r['of_resident']:7.1%} {r['streamed']:6.1%} {r['wait_up']:5.1%} "
+            f"{r['wait_updates']:5.1%} {r['wait_down']:6.1%} {r['update_gb_per_s']:8.0f} {r['peak_reserved_gib']:6.1f}"
+        )
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="7b")
     parser.add_argument("--layers", type=int)
-    parser.add_argument("--micro", type=int, default=16)
-    parser.add_argument("--length", type=int, default=1024)
-    parser.add_argument("--accumulate", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--slots", type=int, default=2)
+    parser.add_argument("--row", action="append", default=[])
+    parser.add_argument("--no-clipping", action="store_true", help="and no wait for a finite norm")
+    parser.add_argument("--no-resident", action="store_true", help="leave out the resident step")
+    parser.add_argument("--moments", default="fp32")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--host-memory")
-    parser.add_argument("--max-grad-norm", type=float, default=1.0)
     parser.add_argument("--commit", default="", help="of the source, where git cannot say")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--trace", type=Path)
+    parser.add_argument("--trace", type=Path, help="of the last row")
     arguments = parser.parse_args()
+    rows = [parse_row(text) for text in arguments.row or ["streamed"]]
+
+    resident: dict[tuple[int, int, int], float] = {}
+    if torch.cuda.is_available() and not arguments.no_resident:
+        for row in rows:
+            key = (row["micro"], row["length"], row["accumulate"])
+            if key not in resident:
+                found = resident_step(arguments.model, *key, arguments.layers)
+                resident[key] = found.seconds
+                print(f"resident step {key}: {found.seconds:.3f} s, {found.tflops:.1f} TFLOPS {found}", flush=True)
 
     started = time.perf_counter()
+    module = meta_model(arguments.model, arguments.layers)
+    blocks = module.config.num_hidden_layers
+    clip: dict[str, Any] = dict(max_grad_norm=None, skip_nonfinite=False) if arguments.no_clipping else {}
     model = megatrain.StreamedModel(
-        meta_model(arguments.model, arguments.layers),
+        module,
         optimizer=megatrain.AdamW(lr=1e-5, weight_decay=0.01),
-        max_grad_norm=arguments.max_grad_norm,
-        slots=arguments.slots,
+        moments=arguments.moments,
         threads=arguments.threads,
         host_memory=arguments.host_memory,
+        **{"max_grad_norm": 1.0, **clip},
     )
-    allocated = time.perf_counter() - started
     fill_random(model)
-    memory = model.memory_report()
-    print(f"tiles in {allocated:.1f} s, weights in {time.perf_counter() - started - allocated:.1f} s")
-    print(memory, flush=True)
+    print(f"tiles and weights in {time.perf_counter() - started:.1f} s\n{model.memory_report()}", flush=True)
 
-    generator = torch.Generator().manual_seed(1)
-    shape = (arguments.accumulate, arguments.micro, arguments.length)
-    ids = torch.randint(0, 150000, shape, generator=generator)
-    batches = [dict(input_ids=rows, labels=rows) for rows in ids]
-    tokens = ids.numel()
-    flops = 6.0 * memory.parameters * tokens
-
-    rows = []
-    ends = []
-    with sdpa_kernel([SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], set_priority=True):
-        for step in range(1, arguments.steps + 1):
-            report = model.step(batches)
-            ends.append(time.perf_counter())
-            rows.append(
-                dict(
-                    step=step,
-                    seconds=report.seconds,
-                    tflops=flops / report.seconds / 1e12,
-                    loss=report.loss,
-                    grad_norm=report.grad_norm,
-                    wait_copy=report.wait_copy_seconds,
-                    wait_update=report.wait_update_seconds,
-                )
-            )
-            print(
-                f"step {step}: {report.seconds:.3f} s  {rows[-1]['tflops']:.1f} TFLOPS  loss {report.loss:.4f}  "
-                f"norm {report.grad_norm:.3f}  waiting: copies {report.wait_copy_seconds:.3f} s, updates "
-                f"{report.wait_update_seconds:.3f} s",
-                flush=True,
-            )
-            if step == 1:
-                on_cuda = model.device.type == "cuda"
-                setup_peak = torch.cuda.max_memory_reserved() if on_cuda else 0
-    model.synchronize()
-    drained = time.perf_counter()
-    bandwidth = model.update_bandwidth()
-    steady = (ends[-1] - ends[0]) / (arguments.steps - 1)
-    result = dict(
-        model=arguments.model,
-        layers=arguments.layers,
-        parameters=memory.parameters,
-        tokens_per_step=tokens,
-        micro_batches=arguments.accumulate,
-        max_grad_norm=arguments.max_grad_norm,
-        seconds_per_step=steady,
-        tokens_per_second=tokens / steady,
-        tflops=flops / steady / 1e12,
-        tflops_with_last_drain=flops * (arguments.steps - 1) / (drained - ends[0]) / 1e12,
-        update_bytes_per_second=bandwidth,
-        host_bytes_per_parameter=memory.host_bytes_per_parameter,
-        device_reserved_gib=(torch.cuda.max_memory_reserved() if on_cuda else 0) / (1 << 30),
-        device_reserved_gib_first_step=setup_peak / (1 << 30),
-        steps=rows,
-        machine=machine(model, arguments.commit),
-    )
+    results: list[dict[str, Any]] = []
+    for row in rows:
+        key = (row["micro"], row["length"], row["accumulate"])
+        try:
+            results.append(run_row(model, row, blocks, resident.get(key, 0.0)))
+        except (torch.cuda.OutOfMemoryError, MemoryError) as error:
+            results.append(dict(row, error=str(error).splitlines()[0][:150]))
+            torch.cuda.set_per_process_memory_fraction(1.0)
+        if arguments.json:
+            found = dict(machine=machine(model, arguments.commit), arguments=vars(arguments), rows=results)
+            arguments.json.write_text(json.dumps(found, indent=1, default=str) + "\n")
     if arguments.trace:
         model.export_trace(arguments.trace)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result["machine"]))
-    print(
-        f"{arguments.model}: {memory.parameters / 1e9:.2f}B parameters, {tokens} tokens/step, "
-        f"steps 2-{arguments.steps}: {steady:.3f} s/step, {result['tokens_per_second']:.0f} tokens/s, "
-        f"{result['tflops']:.1f} TFLOPS "
-        f"({result['tflops_with_last_drain']:.1f} with the last step's updates drained); "
-        f"device {result['device_reserved_gib']:.1f} GiB reserved, "
-        f"host {memory.host_bytes_per_parameter:.2f} B/parameter; updates at {bandwidth / 1e9:.0f} GB/s"
-    )
-
-
-def machine(model: megatrain.StreamedModel, commit: str) -> dict[str, object]:
-    """Hardware, driver, versions and commit."""
-    found: dict[str, object] = dict(
-        cpu=megatrain._native.cpu_model(),
-        cores=megatrain._native.usable_cores(),
-        isa=model._tiles.store.isa,
-        update_threads=model._tiles.store.threads,
-        python=platform.python_version(),
-        torch=torch.__version__,
-        megatrain=megatrain.__version__,
-        date=time.strftime("%Y-%m-%d"),
-    )
-    import transformers
-
-    found["transformers"] = transformers.__version__
-    if model.device.type == "cuda":
-        found["gpu"] = torch.cuda.get_device_name(model.device)
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        found["driver"] = subprocess.run(query, capture_output=True, text=True).stdout.strip().splitlines()[0]
-    described = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
-    found["commit"] = commit or described.stdout.strip() or "unknown"
-    return found
+    print(json.dumps(machine(model, arguments.commit)))
+    clipping = "without clipping" if arguments.no_clipping else "clipping 1.0"
+    parameters = model.memory_report().parameters
+    what = f"{arguments.model}, {parameters / 1e9:.2f}B parameters, {blocks} blocks"
+    print(f"{what}, {clipping}, {arguments.moments} moments")
+    print(table(results))
 
 
 if __name__ == "__main__":

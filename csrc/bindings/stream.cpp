@@ -75,6 +75,8 @@ void bind_slots(py::class_<Engine>& engine) {
             return self.add_slot(pointer(device_pointer), bytes, tile);
           },
           py::arg("device_pointer"), py::arg("nbytes"), py::arg("tile") = -1, ReleaseGil())
+      .def("clear_device", &Engine::clear_device, ReleaseGil())
+      .def("copy_by_parameter", &Engine::copy_by_parameter, py::arg("on"), ReleaseGil())
       .def("expect", &Engine::expect, py::arg("tiles"), ReleaseGil())
       .def(
           "acquire",
@@ -159,7 +161,7 @@ void bind_trace(py::class_<Engine>& engine) {
                py::gil_scoped_release release;
                totals = self.wait_totals();
              }
-             return py::make_tuple(totals.all_ns, totals.update_ns);
+             return py::make_tuple(totals.up_ns, totals.update_ns, totals.down_ns);
            })
       .def("clear_trace", &Engine::clear_trace, ReleaseGil());
 }
@@ -170,13 +172,12 @@ void bind_stream(py::module_& module) {
   bind_values(module);
   py::class_<Engine> engine(module, "Engine", py::is_final());
   engine
-      .def(py::init([](std::shared_ptr<TileStore> store, std::size_t trace_capacity, bool copy_by_parameter,
-                       std::string without_wait) {
-             return std::make_unique<Engine>(
-                 std::move(store), EngineOptions{trace_capacity, copy_by_parameter, std::move(without_wait)});
-           }),
-           py::arg("store"), py::kw_only(), py::arg("trace_capacity") = 65536,
-           py::arg("copy_by_parameter") = false, py::arg("without_wait") = "")
+      .def(py::init(
+               [](std::shared_ptr<TileStore> store, std::size_t trace_capacity, std::string without_wait) {
+                 return std::make_unique<Engine>(std::move(store),
+                                                 EngineOptions{trace_capacity, std::move(without_wait)});
+               }),
+           py::arg("store"), py::kw_only(), py::arg("trace_capacity") = 65536, py::arg("without_wait") = "")
       .def(
           "update",
           [](Engine& self, int tile, std::vector<ParameterUpdate> parameters, float gradient_scale,

@@ -14,16 +14,10 @@ Engine::Engine(std::shared_ptr<TileStore> store, const EngineOptions& options)
       trace_(backend_, options.trace_capacity),
       staging_up_(*store_, events_, store_->staging_bytes() / 2),
       staging_down_(*store_, events_, store_->staging_bytes() / 2),
-      parts_{*store_,
-             gate_,
-             monitor_,
-             events_,
-             trace_,
-             staging_up_,
-             staging_down_,
-             step_,
-             wait_from_name(options.without_wait),
-             options.copy_by_parameter},
+      parts_{*store_,           gate_,  monitor_,
+             events_,           trace_, staging_up_,
+             staging_down_,     step_,  wait_from_name(options.without_wait),
+             copy_by_parameter_},
       kept_(parts_),
       resident_(parts_) {
   try {
@@ -89,6 +83,17 @@ void Engine::wait_drain(std::int64_t ticket, StreamView stream) {
 void Engine::fetch(const SectionCopy& copy, StreamView stream) {
   check();
   drain_->fetch(copy, stream);
+}
+
+void Engine::clear_device() {
+  synchronize();
+  prefetcher_->remove_slots();
+  resident_.clear();
+}
+
+void Engine::copy_by_parameter(bool on) {
+  check();
+  copy_by_parameter_ = on;
 }
 
 void Engine::add_resident(int tile, std::byte* device, int* non_finite) {

@@ -22,8 +22,6 @@ namespace megatrain {
 
 struct EngineOptions {
   std::size_t trace_capacity = 65536;
-  // Weights go up parameter by parameter instead of tile by tile: to measure what bursts are worth.
-  bool copy_by_parameter = false;
   std::string without_wait = {};  // for tests: the name of one wait to leave out
 };
 
@@ -55,6 +53,12 @@ class Engine {
   std::int64_t drain(const SectionCopy& copy, StreamView stream);
   void wait_drain(std::int64_t ticket, StreamView stream);
   void fetch(const SectionCopy& copy, StreamView stream);
+
+  // Takes back all slots and resident tiles: the caller may free their memory, and give other.
+  void clear_device();
+  // From now on weights go up parameter by parameter instead of tile by tile: to measure what bursts
+  // are worth.
+  void copy_by_parameter(bool on);
 
   // See ResidentTiles. A resident tile is never acquired.
   void add_resident(int tile, std::byte* device, int* non_finite);
@@ -98,6 +102,7 @@ class Engine {
   StagingRing staging_up_;
   StagingRing staging_down_;
   std::atomic<std::int64_t> step_{0};
+  std::atomic<bool> copy_by_parameter_{false};
   const EngineParts parts_;
   struct Compute {
     int tile = -1;

@@ -63,7 +63,7 @@ std::int64_t GradientDrain::drain(const SectionCopy& copy, StreamView stream) {
   job.ticket = next_ticket_++;
   job.updates_before = parts_.gate.queue_drain(copy.tile);
   if (const auto found = fetched_.find(copy.tile); found != fetched_.end()) job.fetched = found->second;
-  tickets_[job.ticket] = nullptr;
+  tickets_[job.ticket] = {copy.tile, nullptr};
   const std::int64_t ticket = job.ticket;
   jobs_.push_back(std::move(job));
   parts_.monitor.notify_locked();
@@ -73,7 +73,7 @@ std::int64_t GradientDrain::drain(const SectionCopy& copy, StreamView stream) {
 // A ticket that is never waited for would otherwise keep its event for ever.
 void GradientDrain::forget_landed() {
   while (!tickets_.empty()) {
-    const SharedEvent& landed = tickets_.begin()->second;
+    const SharedEvent& landed = tickets_.begin()->second.landed;
     if (!landed || !backend_.reached(*landed)) return;
     tickets_.erase(tickets_.begin());
   }
@@ -86,15 +86,22 @@ void GradientDrain::wait_drain(std::int64_t ticket, StreamView stream) {
                       std::to_string(next_ticket_ - 1) + " were given out");
   }
   if (!parts_.keeps(Wait::kStagingFree)) return;
-  SharedEvent landed;
+  Ticket found;
   parts_.monitor.wait(lock, [&] {
-    const auto found = tickets_.find(ticket);
-    if (found == tickets_.end()) return true;  // landed and forgotten
-    landed = found->second;
-    return landed != nullptr;
+    const auto entry = tickets_.find(ticket);
+    if (entry == tickets_.end()) return true;  // landed and forgotten
+    found = entry->second;
+    return found.landed != nullptr;
   });
   lock.unlock();
-  if (landed) backend_.wait(stream, *landed);
+  if (!found.landed) return;
+  const SharedEvent before = parts_.events.record(stream);
+  backend_.wait(stream, *found.landed);
+  TraceSpan span;
+  span.kind = SpanKind::kWaitDown;
+  span.tile = found.tile;
+  span.step = parts_.step;
+  parts_.trace.add(span, before, parts_.events.record(stream));
 }
 
 void GradientDrain::fetch(const SectionCopy& copy, StreamView stream) {
@@ -143,7 +150,8 @@ SharedEvent GradientDrain::queue_fetch(int tile, const Burst& burst, const Share
 void GradientDrain::wait_queued() {
   Monitor::Lock lock = parts_.monitor.lock();
   parts_.monitor.wait(lock, [&] {
-    return std::all_of(tickets_.begin(), tickets_.end(), [](const auto& ticket) { return ticket.second; });
+    return std::all_of(tickets_.begin(), tickets_.end(),
+                       [](const auto& ticket) { return ticket.second.landed != nullptr; });
   });
 }
 
@@ -168,7 +176,7 @@ void GradientDrain::work() {
     const SharedEvent landed = queue_copy(*job);
     parts_.gate.drain_queued(job->tile, landed);
     lock.lock();
-    tickets_[job->ticket] = landed;
+    tickets_[job->ticket].landed = landed;
     parts_.monitor.notify_locked();
   }
 }

@@ -73,7 +73,11 @@ class GradientDrain {
   Stream up_;
   // Guarded by the monitor's lock:
   std::deque<Job> jobs_;
-  std::map<std::int64_t, SharedEvent> tickets_;  // empty until the copy is on its stream
+  struct Ticket {
+    int tile = -1;
+    SharedEvent landed;  // empty until the copy is on its stream
+  };
+  std::map<std::int64_t, Ticket> tickets_;
   std::int64_t next_ticket_ = 0;
   std::unordered_map<int, SharedEvent> fetched_;  // by tile
   std::thread thread_;                            // last: it uses everything above

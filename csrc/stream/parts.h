@@ -22,9 +22,9 @@ struct EngineParts {
   Trace& trace;
   StagingRing& staging_up;
   StagingRing& staging_down;
-  std::atomic<std::int64_t>& step;  // that spans belong to
-  Wait removed;                     // by a test; kNone otherwise
-  bool copy_by_parameter;           // see EngineOptions
+  std::atomic<std::int64_t>& step;             // that spans belong to
+  Wait removed;                                // by a test; kNone otherwise
+  const std::atomic<bool>& copy_by_parameter;  // see Engine
 
   bool keeps(Wait wait) const noexcept { return wait != removed; }
 };

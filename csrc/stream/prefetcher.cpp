@@ -36,6 +36,24 @@ int Prefetcher::add_slot(std::byte* device, std::size_t bytes, int only_tile) {
   return index;
 }
 
+void Prefetcher::remove_slots() {
+  Monitor::Lock lock = parts_.monitor.lock();
+  expected_.clear();
+  const auto filling = [&] {
+    for (int i = 0; i < slots_.size(); ++i) {
+      if (slots_[i].filling) return true;
+    }
+    return false;
+  };
+  parts_.monitor.wait(lock, [&] { return !filling(); });
+  for (int i = 0; i < slots_.size(); ++i) {
+    if (slots_[i].uses > 0)
+      throw CallerError("slot " + std::to_string(i) + " is in use; it cannot be removed");
+  }
+  synchronize();
+  slots_.clear();
+}
+
 void Prefetcher::expect(const std::vector<int>& tiles) {
   for (const int tile : tiles) parts_.store.layout(tile);  // throws for one that does not exist
   const Monitor::Lock lock = parts_.monitor.lock();

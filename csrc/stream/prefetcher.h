@@ -22,6 +22,7 @@ class Prefetcher {
   ~Prefetcher();  // after Monitor::stop or a failure: joins
 
   int add_slot(std::byte* device, std::size_t bytes, int only_tile);
+  void remove_slots();  // CallerError if one is in use; blocks until copies into them have ended
   void expect(const std::vector<int>& tiles);
 
   // Blocks until the copy up is queued; `stream` then waits for its end.

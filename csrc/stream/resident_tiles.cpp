@@ -41,6 +41,12 @@ void ResidentTiles::add(int tile, std::byte* device, int* non_finite) {
   tiles_.emplace(tile, entry);
 }
 
+void ResidentTiles::clear() {
+  write_back();
+  for (auto& [tile, entry] : tiles_) std::memset(entry.seen_non_finite, 0, sizeof(int));
+  tiles_.clear();
+}
+
 // One burst for the whole tile.
 void ResidentTiles::copy(int tile, const Tile& entry, CopyKind kind) {
   const TileStore::SectionView first = parts_.store.section(tile, Section::kWeights);

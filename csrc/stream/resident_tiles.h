@@ -20,6 +20,8 @@ class ResidentTiles {
   // `device`: memory for the whole tile, laid out as on the host; `non_finite`: a zeroed int on the
   // device. The caller keeps both alive until join().
   void add(int tile, std::byte* device, int* non_finite);
+  // All of them, whose changes were written back.
+  void clear();
   bool has(int tile) const noexcept { return tiles_.count(tile) != 0; }
 
   // Work queued on `stream` afterwards sees the tile's state. Blocks until updates of the tile on the

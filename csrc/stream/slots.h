@@ -33,6 +33,7 @@ using NextUse = std::unordered_map<int, std::size_t>;
 class SlotRing {
  public:
   int add(std::byte* device, std::size_t bytes, int only_tile);
+  void clear() { slots_.clear(); }
   Slot& operator[](int index) { return slots_[static_cast<std::size_t>(index)]; }
   int size() const noexcept { return static_cast<int>(slots_.size()); }
 

@@ -18,6 +18,8 @@ const char* span_kind_name(SpanKind kind) noexcept {
       return "update";
     case SpanKind::kWait:
       return "wait";
+    case SpanKind::kWaitDown:
+      return "wait_down";
   }
   return "unknown";
 }
@@ -54,9 +56,10 @@ void Trace::resolve(Entry& entry) {
   entry.span.end_ns = backend_.time_ns(*entry.end);
   entry.begin.reset();
   entry.end.reset();
-  if (entry.span.kind != SpanKind::kWait) return;
   const std::int64_t waited = entry.span.end_ns - entry.span.begin_ns;
-  waits_.all_ns += waited;
+  if (entry.span.kind == SpanKind::kWaitDown) waits_.down_ns += waited;
+  if (entry.span.kind != SpanKind::kWait) return;
+  waits_.up_ns += waited;
   waits_.update_ns += std::min(waited, entry.span.gate_ns);
 }
 

@@ -14,7 +14,8 @@
 
 namespace megatrain {
 
-enum class SpanKind { kCopyUp, kCopyDown, kCompute, kUpdate, kWait };
+// A wait is one of compute: for a copy up, or (down) for a copy down to have read its buffer.
+enum class SpanKind { kCopyUp, kCopyDown, kCompute, kUpdate, kWait, kWaitDown };
 const char* span_kind_name(SpanKind kind) noexcept;  // "copy_up", "copy_down", "compute", ...
 
 struct TraceSpan {
@@ -32,8 +33,9 @@ std::int64_t steady_now_ns() noexcept;
 
 // What compute streams have waited for so far.
 struct WaitTotals {
-  std::int64_t all_ns = 0;
+  std::int64_t up_ns = 0;
   std::int64_t update_ns = 0;  // of it, for copies that an update held back; at most all of each wait
+  std::int64_t down_ns = 0;
 };
 
 class Trace {

@@ -206,21 +206,23 @@ class Engine:
 
     `without_wait` removes one wait, for the tests that prove that each is needed: slot_free,
     slot_arrived, gate_update, gate_fetch, gradient_ready, gradient_landed, staging_free, kept_ready,
-    kept_landed, kept_arrived, resident_loaded, resident_updated.
-
-    `copy_by_parameter`: weights go up in one copy a parameter instead of one a tile."""
+    kept_landed, kept_arrived, resident_loaded, resident_updated."""
 
     def __init__(
         self,
         store: TileStore,
         *,
         trace_capacity: int = 65536,
-        copy_by_parameter: bool = False,
         without_wait: str = "",
     ) -> None: ...
     def add_slot(self, device_pointer: int, nbytes: int, tile: int = -1) -> int:
         """Give the ring a device buffer; with `tile`, one that only this tile's weights use. The
         caller keeps it alive until the engine is closed."""
+    def clear_device(self) -> None:
+        """Take back all slots and resident tiles, whose changes are written to the host: their memory may
+        be freed, and other be given."""
+    def copy_by_parameter(self, on: bool) -> None:
+        """From now on weights go up in one copy a parameter instead of one a tile."""
     def expect(self, tiles: Sequence[int]) -> None:
         """The tiles that will be acquired next, in order: what was expected before is forgotten. A
         guess: other acquisitions are right, only slower."""
@@ -289,9 +291,9 @@ class Engine:
     def end_compute(self, stream: int) -> None: ...
     def trace(self) -> list[TraceSpan]:
         """Spans that have ended, oldest first; waits for those that were queued."""
-    def wait_totals(self) -> tuple[int, int]:
-        """Nanoseconds that compute streams have waited for copies up, over all waits that have ended, and
-        for updates behind which such a copy was held. Waits that have not ended yet count later."""
+    def wait_totals(self) -> tuple[int, int, int]:
+        """Nanoseconds that compute streams have waited, over all waits that have ended: for copies up, of
+        it for updates behind which such a copy was held, and for copies down to free their buffers."""
     def clear_trace(self) -> None: ...
     def close(self) -> None:
         """Stop the worker threads. Further calls raise. Called by the destructor."""

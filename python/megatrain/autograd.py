@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils import _pytree as pytree
 
+from megatrain.attention import preferred_attention
 from megatrain.calls import BlockCall
 from megatrain.errors import StaleGraphError, UnsupportedModelError
 from megatrain.rng import RngState, preserved
@@ -102,7 +103,11 @@ class _PendingCall:
         for position, gradient in zip(self.fresh, gradients, strict=True):
             by_position[position] = gradient
         try:
-            with preserved(owner.device), owner.weights.on_device(block) as weights:
+            with (
+                preserved(owner.device),
+                preferred_attention(owner.device),
+                owner.weights.on_device(block) as weights,
+            ):
                 assert self.record is not None
                 input_gradients, parameter_gradients = owner.runner.gradients(self.record, weights, by_position)
                 for parameter, gradient in parameter_gradients:

@@ -30,6 +30,7 @@ class DeviceWeights:
     ) -> None:
         self.engine = engine
         self.device = device
+        self._plan = plan
         self.outside: dict[int, OutsideWeights] = {}
         self.uses: list[int] = []
         """Tiles in the order in which this pass acquired them."""
@@ -38,10 +39,19 @@ class DeviceWeights:
         self._buffers: list[torch.Tensor] = []
         self._slot_of: dict[int, int] = {}
         self._views: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
+        self.place(placement, slots)
+
+    def place(self, placement: Placement, slots: int) -> None:
+        """Give back what the device holds and take what this placement asks for; between steps only. `outside`
+        and `resident` have new entries afterwards."""
+        self.release_outside()
+        self.engine.clear_device()
+        for held in (self.outside, self.resident, self._buffers, self._slot_of, self._views):
+            held.clear()
         ring_bytes = 0
-        for unit, residence in residences(plan, placement):
+        for unit, residence in residences(self._plan, placement):
             if residence == "all":
-                self.resident[unit.tile] = ResidentTile(unit, engine, device)
+                self.resident[unit.tile] = ResidentTile(unit, self.engine, self.device)
             elif residence == "weights" or not unit.is_block:
                 self._add_slot(weight_bytes(unit), unit.tile)
             else:
@@ -49,7 +59,7 @@ class DeviceWeights:
         if ring_bytes:
             for _ in range(slots):
                 self._add_slot(ring_bytes, -1)
-        for unit in plan.units:
+        for unit in self._plan.units:
             if not unit.is_block:
                 self.outside[unit.tile] = OutsideWeights(self, unit, self._own_views(unit))
 

@@ -74,6 +74,14 @@ class GradientSink:
         """Parameters (by tile, by index) that have a gradient in their tile."""
         self._in_accumulator: set[int] = set()
 
+    def release_memory(self) -> None:
+        """Give the device memory of sums and of what goes down back to torch; between steps."""
+        self._engine.synchronize()
+        self._spare.clear()
+        self._staging.clear()
+        self._tickets.clear()
+        self._next_staging = 0
+
     # summing
 
     def add(self, unit: Unit, gradients: Iterable[tuple[TiledParameter, torch.Tensor | None]]) -> None:

@@ -19,6 +19,11 @@ GIB = 1 << 30
 def require_memory(plan: UnitPlan, settings: Settings, backend: Backend) -> None:
     """MemoryError with both figures if the tiles or the weights on the device do not fit."""
     require_host_memory(plan.nbytes + settings.staging_bytes, settings.host_memory or 0)
+    require_device_memory(plan, settings, backend)
+
+
+def require_device_memory(plan: UnitPlan, settings: Settings, backend: Backend, given_back: int = 0) -> None:
+    """MemoryError if what the placement holds on the device does not fit; `given_back` bytes will be free."""
     if backend.name != "cuda":
         return
     ring = resident = outside = 0
@@ -32,6 +37,7 @@ def require_memory(plan: UnitPlan, settings: Settings, backend: Backend) -> None
         else:
             outside += weight_bytes(unit)
     free, _ = backend.device_memory()
+    free += given_back
     limit = min(free, settings.device_memory or free)
     if ring + outside + resident > limit:
         raise MemoryError(

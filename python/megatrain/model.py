@@ -7,6 +7,7 @@ import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +24,7 @@ from megatrain.face import ParameterFace
 from megatrain.gradients import GradientSink
 from megatrain.interop import compute_device
 from megatrain.interrupts import DeferredInterrupts
-from megatrain.limits import memory_report, require_memory
+from megatrain.limits import memory_report, require_device_memory, require_memory
 from megatrain.loss import shifts_labels, tokens_of, weight_of
 from megatrain.optimizer import StreamedAdamW
 from megatrain.placement import Placement
@@ -40,6 +41,7 @@ from megatrain.takeover import (
     evaluation_mode,
     move_buffers,
     refuse_state_dict,
+    renew_outside,
     take_blocks,
     take_outside,
 )
@@ -139,7 +141,7 @@ class StreamedModel:
             placement=placement or Placement(),
             transfers=transfers or Transfers(),
         )
-        backend = resolve_backend(device)
+        backend = self._backend = resolve_backend(device)
         self.module = module
         self.device = compute_device(backend)
         self.dtype = dtype
@@ -164,7 +166,8 @@ class StreamedModel:
         store = TileStore(backend, threads=threads, isa=chosen_isa(isa), staging_bytes=staging_bytes)
         self._tiles = Tiles(store, plan)
         self._unloaded = {p.name for p in plan.parameters if p.original.device.type == "meta"}
-        self._engine = Engine(store, copy_by_parameter=self.settings.transfers.burst == "parameter")
+        self._engine = Engine(store)
+        self._engine.copy_by_parameter(self.settings.transfers.burst == "parameter")
         self._weights = DeviceWeights(self._engine, plan, self.device, slots, self.settings.placement)
         self._sink = GradientSink(self._engine, self._tiles, self.device, self._weights.resident)
         self._updates = Updates(self._engine, self._tiles, self._weights, self._sink, self.settings)
@@ -176,7 +179,7 @@ class StreamedModel:
         take_outside(module, plan, self._weights, self._router)
         move_buffers(module, self._blocks, self.device)
         refuse_state_dict(module)
-        self._updates.hook_outside(plan.units)
+        self._updates.hook_outside()
         compiled = self.device.type == "cuda" if compile is None else compile
         self._surroundings = Surroundings(module, self.device, compiled, self._outside_version)
         self._runner = BlockRunner(BlockCaller(compiled), self.device, self._face.is_trainable)
@@ -276,7 +279,8 @@ class StreamedModel:
                     raise
         else:
             self._updates.nothing_to_update()
-        copy_ns, update_ns = (after - before for after, before in zip(self._engine.wait_totals(), waited, strict=True))
+        totals = self._engine.wait_totals()
+        up_ns, update_ns, down_ns = (after - before for after, before in zip(totals, waited, strict=True))
         return StepReport(
             step=self.steps - 1,
             grad_norm=self._updates.last_grad_norm,
@@ -284,7 +288,8 @@ class StreamedModel:
             targets=total,
             skipped=self._updates.skipped,
             seconds=time.perf_counter() - started,
-            wait_copy_seconds=copy_ns / 1e9,
+            wait_copy_seconds=up_ns / 1e9,
+            wait_down_seconds=down_ns / 1e9,
             wait_update_seconds=update_ns / 1e9,
             loss_tensor=loss,
         )
@@ -377,6 +382,36 @@ class StreamedModel:
         """The exact fp32 values by name, to be changed in place; written back at the end of the `with`."""
         with self._face.edit() as values:
             yield values
+
+    @property
+    def placement(self) -> Placement:
+        return self.settings.placement
+
+    def place(
+        self, placement: Placement, *, slots: int | None = None, transfers: Transfers | None = None
+    ) -> None:
+        """Go on with another placement, and if given other slots and transfers. Between steps."""
+        if self._sink.pending:
+            raise RuntimeError("a backward() is waiting for optimizer.step() or optimizer.zero_grad()")
+        settings = replace(
+            self.settings,
+            placement=placement,
+            slots=slots or self.settings.slots,
+            transfers=transfers or self.settings.transfers,
+        )
+        self._drain()
+        require_device_memory(
+            self._plan, settings, self._backend, self._weights.nbytes + self._weights.resident_bytes
+        )
+        self.settings = self._updates.settings = settings
+        self._steps.placement = placement
+        self._engine.copy_by_parameter(settings.transfers.burst == "parameter")
+        self._sink.release_memory()
+        self._weights.place(placement, settings.slots)
+        renew_outside(self.module, self._plan, self._weights)
+        self._updates.hook_outside()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def train(self, mode: bool = True) -> StreamedModel:
         self.module.train(mode)

@@ -34,7 +34,9 @@ class StepReport:
     seconds: float
     """Wall time of the call; updates may go on after it."""
     wait_copy_seconds: float
-    """Of the device's time: waiting for weights on their way up."""
+    """Of the device's time: waiting for weights and kept activations on their way up."""
+    wait_down_seconds: float
+    """Of the device's time: waiting for gradients on their way down to free their buffer."""
     wait_update_seconds: float
     """Of the device's time: waiting for weights whose update had not ended."""
     loss_tensor: torch.Tensor = field(repr=False)
@@ -84,7 +86,7 @@ class MemoryReport:
         return "\n".join(lines)
 
 
-LANES = {"compute": 0, "copy_up": 1, "copy_down": 2, "update": 3, "wait": 4}
+LANES = {"compute": 0, "copy_up": 1, "copy_down": 2, "update": 3, "wait": 4, "wait_down": 5}
 
 
 def write_chrome_trace(spans: Sequence[TraceSpan], names: Sequence[str], path: str | os.PathLike[str]) -> None:

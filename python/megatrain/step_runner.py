@@ -53,14 +53,14 @@ class StepRunner:
         self._runner = runner
         self._router = router
         self._surroundings = surroundings
-        self._placement = placement
+        self.placement = placement
         self._index = {block.name: index for index, block in enumerate(blocks)}
         self._seed = seed
         self._shelf = HostShelf(engine, weights.device)
         self._backward_uses: list[int] = []
 
     def keeping(self, block: Block, micro_batch: int) -> Keeping:
-        placement = self._placement.block(self._index[block.name])
+        placement = self.placement.block(self._index[block.name])
         return Keeping(placement.keep_for(micro_batch), self._shelf if placement.kept_on == "host" else None)
 
     def train(
@@ -76,7 +76,7 @@ class StepRunner:
     ) -> list[int]:
         """Forward and backward of every micro-batch; adds their weighted mean to `loss`. `complete` is called as
         the gradient of a block's unit becomes final. Returns the tiles that a forward used, in order."""
-        together = len(active) if self._placement.order == "layer-major" else 1
+        together = len(active) if self.placement.order == "layer-major" else 1
         total = sum(weight for _, _, weight in active)
         self._weights.begin_pass([*forward_uses, *self._backward_uses] * (-(-len(active) // together)))
         used = forward_uses

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from megatrain.attention import preferred_attention
 from megatrain.collected import CollectedInside
 from megatrain.logits import WarnOnFullLogits, lazy_head, mirror_labels
 
@@ -58,7 +59,7 @@ class Surroundings:
         current one, which the native side makes it in any thread that calls it."""
         used = [(config, config.use_cache) for config in self._configs if config.use_cache and not caches]
         current = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-        with current, torch.autocast(self._device.type, enabled=False):
+        with current, preferred_attention(self._device), torch.autocast(self._device.type, enabled=False):
             try:
                 for config, _ in used:
                     config.use_cache = False

@@ -129,6 +129,19 @@ def take_outside(module: nn.Module, plan: UnitPlan, weights: DeviceWeights, rout
         owner._parameters = FetchedOnAccess(entries, fetch)
 
 
+def renew_outside(module: nn.Module, plan: UnitPlan, weights: DeviceWeights) -> None:
+    """The device leaves outside the stacks were made anew."""
+    for module_name, owner in module.named_modules(remove_duplicate=False):
+        if not isinstance(owner._parameters, FetchedOnAccess):
+            continue
+        prefix = f"{module_name}." if module_name else ""
+        for inner in owner._parameters:
+            tiled = plan.names.get(prefix + inner)
+            if tiled is not None:
+                leaves = weights.outside[tiled.tile].leaves()
+                owner._parameters[inner] = next(leaf for parameter, leaf in leaves if parameter is tiled)
+
+
 def move_buffers(module: nn.Module, blocks: Sequence[Block], device: torch.device) -> None:
     """All buffers to the compute device; those on the meta device wait for their values."""
     for root in (module, *(block.skeleton for block in blocks)):

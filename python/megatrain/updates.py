@@ -14,8 +14,6 @@ from megatrain.interrupts import DeferredInterrupts
 from megatrain.schedule import each_unit
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from megatrain._native import Engine
     from megatrain.device_weights import DeviceWeights
     from megatrain.gradients import GradientSink
@@ -36,7 +34,7 @@ class Updates:
         self._plan = tiles.plan
         self._weights = weights
         self._sink = sink
-        self._settings = settings
+        self.settings = settings
         self.optimizer: StreamedAdamW
         """Set once it exists."""
         self.next_uses: list[int] = [unit.tile for unit in self._plan.units]
@@ -56,7 +54,7 @@ class Updates:
     def begin_step(self) -> None:
         """A step whose `complete` calls say which gradients are final. Without clipping and without the wait for
         a finite norm, nothing has to wait for the last of them."""
-        free = self._settings.max_grad_norm is None and self.clip_next is None and not self._settings.skip_nonfinite
+        free = self.settings.max_grad_norm is None and self.clip_next is None and not self.settings.skip_nonfinite
         self._early = set() if free else None
         if free:
             self.optimizer.check_groups()
@@ -82,7 +80,7 @@ class Updates:
         """Clip, then queue every update; skip if the norm is not finite."""
         with DeferredInterrupts():
             self._clip_and_queue()
-        if not self._settings.transfers.overlap_updates:
+        if not self.settings.transfers.overlap_updates:
             self._engine.synchronize()
 
     def nothing_to_update(self) -> None:
@@ -93,8 +91,8 @@ class Updates:
     def _clip_and_queue(self) -> None:
         self.optimizer.check_groups()
         self.store_outside()
-        clip = self._settings.max_grad_norm if self.clip_next is None else self.clip_next
-        skip = self._settings.skip_nonfinite
+        clip = self.settings.max_grad_norm if self.clip_next is None else self.clip_next
+        skip = self.settings.skip_nonfinite
         early, self._early = self._early or set(), None
         self.clip_next = None
         self.last_grad_norm = self._sink.norm() if clip is not None or skip else None
@@ -110,7 +108,7 @@ class Updates:
         if clip is not None and self.last_grad_norm is not None:
             scale = min(1.0, clip / (self.last_grad_norm + 1e-6))
         self._weights.release_outside()
-        landed = self._settings.transfers.update_order == "landed"
+        landed = self.settings.transfers.update_order == "landed"
         order = list(self._sink.stored) if landed else self.next_uses
         for position, unit in enumerate(each_unit(self._plan.units, order)):
             if unit.tile not in early:
@@ -128,7 +126,7 @@ class Updates:
         self._engine.update(unit.tile, updates, scale, priority, stream_handle(self._weights.device))
 
     def _priorities(self) -> dict[int, int]:
-        if self._settings.transfers.update_order == "landed":
+        if self.settings.transfers.update_order == "landed":
             return dict.fromkeys(self.next_uses, len(self.next_uses))
         return {tile: position for position, tile in reversed(list(enumerate(self.next_uses)))}
 
@@ -171,11 +169,11 @@ class Updates:
         self._engine.synchronize()
         return self._tiles.view(parameter, Section.gradients)
 
-    def hook_outside(self, units: Sequence[Unit]) -> None:
+    def hook_outside(self) -> None:
         """Gradients that autograd leaves outside the stacks go to the sink."""
         sink = self._sink  # and not self, which autograd would keep alive for ever
         for tile, outside in self._weights.outside.items():
-            unit = units[tile]
+            unit = self._plan.units[tile]
             for parameter, leaf in outside.leaves():
                 if not parameter.trainable:
                     continue

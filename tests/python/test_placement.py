@@ -208,3 +208,35 @@ def test_spread_names_what_is_out_of_range() -> None:
     assert [block.resident for block in placement.blocks] == ["all", "all", "none", "none", "none"]
     assert [block.keep for block in placement.blocks] == ["inputs", "inputs", "selected", "selected", "everything"]
     assert placement.residence("anything") == "all"
+
+
+def test_another_placement_between_steps_changes_nothing(device: object, torch_device: str) -> None:
+    def train(placements: list[Placement]) -> dict[str, torch.Tensor]:
+        model = megatrain.StreamedModel(
+            families.build(FAMILIES[1], tie_word_embeddings=False),
+            device=device,
+            compile=False,
+            dtype=torch.float32,
+            max_grad_norm=CLIP,
+        )
+        for step, placement in enumerate(placements):
+            model.place(placement, slots=1 + step % 3)
+            assert model.placement is placement
+            model.step(batches_of(FAMILIES[1], step))
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.close()
+        return state
+
+    expected = train([Placement()] * 6)
+    found = train(
+        [
+            PLACEMENTS["layer-major, everything on the host, all"],
+            PLACEMENTS["micro-batch-major, inputs on the device, none"],
+            PLACEMENTS["layer-major, selected on the device, weights"],
+            PLACEMENTS["micro-batch-major, everything on the device, all"],
+            Placement(),
+            PLACEMENTS["layer-major, inputs on the host, all"],
+        ]
+    )
+    for name, value in expected.items():
+        assert_close(found[name], value, 0 if torch_device == "cpu" else 1e-3, name)
