@@ -21,29 +21,69 @@ if TYPE_CHECKING:
 
 
 class _Accumulator:
-    """fp32 sums of one unit's gradients, laid out as the tile."""
+    """Gradients of one unit, laid out as the tile. The first gradient of each parameter is held as it came;
+    with a second one of any, fp32 sums of all begin."""
 
-    def __init__(self, unit: Unit, device: torch.device) -> None:
-        # Zeroed once: the gaps between parameters are never written and must not reach the norm.
-        self.flat = torch.zeros(unit.layout.trainable_elements, dtype=torch.float32, device=device)
-        self.layout = [unit.layout.element_offset(p.index) for p in unit.parameters]
+    def __init__(self, unit: Unit, spare: list[torch.Tensor]) -> None:
+        self._parameters = [parameter for parameter in unit.parameters if parameter.trainable]
+        self._offsets = {p.index: unit.layout.element_offset(p.index) for p in self._parameters}
+        self.elements = unit.layout.trainable_elements
+        self._spare = spare
+        self._first: dict[int, torch.Tensor] = {}
+        self._sums: torch.Tensor | None = None
         self.touched: set[int] = set()
 
-    def view(self, parameter: TiledParameter) -> torch.Tensor:
-        offset = self.layout[parameter.index]
-        return self.flat[offset : offset + parameter.numel].view(parameter.shape)
-
     def add(self, parameter: TiledParameter, gradient: torch.Tensor) -> None:
-        if parameter.index in self.touched:
-            self.view(parameter).add_(gradient)
+        if self._sums is None and parameter.index not in self.touched:
+            self._first[parameter.index] = gradient
         else:
-            self.view(parameter).copy_(gradient)
-            self.touched.add(parameter.index)
+            view = self._view(self.sums(gradient.device), parameter)
+            if parameter.index in self.touched:
+                view.add_(gradient)
+            else:
+                view.copy_(gradient)
+        self.touched.add(parameter.index)
 
-    def zero_untouched(self, unit: Unit) -> None:
-        for parameter in unit.parameters:
-            if parameter.trainable and parameter.index not in self.touched:
-                self.view(parameter).zero_()
+    def sums(self, device: torch.device) -> torch.Tensor:
+        """All sums, fp32, with zeros for what has no gradient."""
+        if self._sums is None:
+            # The gaps between parameters are never written and must not reach the norm.
+            spare = self._spare.pop() if self._spare else None
+            self._sums = torch.zeros(self.elements, device=device) if spare is None else spare
+            for parameter in self._parameters:
+                view = self._view(self._sums, parameter)
+                gradient = self._first.pop(parameter.index, None)
+                view.zero_() if gradient is None else view.copy_(gradient)
+        return self._sums
+
+    def round_into(self, target: torch.Tensor, begin: int) -> None:
+        """Elements [begin, begin + len(target)) of the sums, in the target's type."""
+        end = begin + target.numel()
+        if self._sums is not None:
+            target.copy_(self._sums[begin:end])
+            return
+        written = begin
+        for parameter in self._parameters:
+            offset = self._offsets[parameter.index]
+            low, high = max(offset, begin), min(offset + parameter.numel, end)
+            gradient = self._first.get(parameter.index)
+            if low >= high or gradient is None:
+                continue
+            target[written - begin : low - begin].zero_()
+            target[low - begin : high - begin].copy_(gradient.reshape(-1)[low - offset : high - offset])
+            written = high
+        target[written - begin :].zero_()
+
+    def clear(self) -> None:
+        if self._sums is not None:
+            self._spare.append(self._sums)
+        self._sums = None
+        self._first.clear()
+        self.touched.clear()
+
+    def _view(self, sums: torch.Tensor, parameter: TiledParameter) -> torch.Tensor:
+        offset = self._offsets[parameter.index]
+        return sums[offset : offset + parameter.numel].view(parameter.shape)
 
 
 class GradientSink:
@@ -65,7 +105,7 @@ class GradientSink:
         self._tiles = tiles
         self._device = device
         self._sums: dict[int, _Accumulator] = {}
-        self._spare: dict[tuple[int, ...], list[_Accumulator]] = {}
+        self._spare: dict[tuple[int, ...], list[torch.Tensor]] = {}
         self._staging: list[torch.Tensor] = []
         self._tickets: list[int | None] = []
         self._next_staging = 0
@@ -93,8 +133,7 @@ class GradientSink:
 
     def _sum_of(self, unit: Unit) -> _Accumulator:
         if unit.tile not in self._sums:
-            spare = self._spare.get(_shape_key(unit))
-            self._sums[unit.tile] = spare.pop() if spare else _Accumulator(unit, self._device)
+            self._sums[unit.tile] = _Accumulator(unit, self._spare.setdefault(_shape_key(unit), []))
         return self._sums[unit.tile]
 
     @property
@@ -109,7 +148,6 @@ class GradientSink:
         total = self._sums.pop(unit.tile, None)
         if total is None:
             return
-        total.zero_untouched(unit)
         if unit.tile in self.stored:
             if unit.tile in self._resident:
                 self._add_resident(unit, total)
@@ -118,50 +156,49 @@ class GradientSink:
         self.stored.setdefault(unit.tile, set()).update(total.touched)
         if unit.tile in self._resident:
             rounded = self._resident[unit.tile].section(Section.gradients)
-            rounded.copy_(total.flat)
+            total.round_into(rounded, 0)
             self._norms[unit.tile] = [_norm(rounded)]
         else:
-            self._drain_rounded(unit, total.flat)
-        total.touched.clear()
-        self._spare.setdefault(_shape_key(unit), []).append(total)
+            self._drain_rounded(unit, total)
+        total.clear()
 
     def _add_resident(self, unit: Unit, total: _Accumulator) -> None:
         """The same for a resident unit, all on the device."""
         before = self._resident_sums.get(unit.tile)
         if before is None:
             before = self._resident[unit.tile].section(Section.gradients)
-        total.flat.add_(before)
-        self._resident_sums[unit.tile] = total.flat.clone()
+        sums = total.sums(self._device).add_(before)
+        self._resident_sums[unit.tile] = sums.clone()
 
     def _add_stored(self, unit: Unit, total: _Accumulator) -> None:
         """total += what the tile holds, exactly: from then on the tile keeps an fp32 sum beside its
         rounded gradients."""
         stream = stream_handle(self._device)
-        elements = total.flat.numel()
+        elements = total.elements
         exact = unit.layout.format.weights == "fp32"
         section = Section.accumulator if unit.tile in self._in_accumulator else Section.gradients
         dtype = torch.float32 if exact or unit.tile in self._in_accumulator else weight_dtype(unit.layout.format)
         before = torch.empty(elements, dtype=dtype, device=self._device)
         self._engine.fetch(unit.tile, section, 0, elements, before.data_ptr(), stream)
-        total.flat.add_(before)
+        sums = total.sums(self._device).add_(before)
         if not exact:
             self._tiles.store.add_accumulator(unit.tile)
             self._in_accumulator.add(unit.tile)
             ticket = self._engine.drain(
-                unit.tile, Section.accumulator, 0, elements, total.flat.data_ptr(), stream
+                unit.tile, Section.accumulator, 0, elements, sums.data_ptr(), stream
             )
             self._engine.wait_drain(ticket, stream)
 
-    def _drain_rounded(self, unit: Unit, flat: torch.Tensor) -> None:
+    def _drain_rounded(self, unit: Unit, total: _Accumulator) -> None:
         stream = stream_handle(self._device)
         self._norms[unit.tile] = []
-        for begin in range(0, flat.numel(), self.STAGING_ELEMENTS):
-            piece = flat[begin : begin + self.STAGING_ELEMENTS]
-            index, staging = self._staging_buffer(piece.numel(), weight_dtype(unit.layout.format))
-            staging.copy_(piece)
+        for begin in range(0, total.elements, self.STAGING_ELEMENTS):
+            count = min(self.STAGING_ELEMENTS, total.elements - begin)
+            index, staging = self._staging_buffer(count, weight_dtype(unit.layout.format))
+            total.round_into(staging, begin)
             self._norms[unit.tile].append(_norm(staging))
             self._tickets[index] = self._engine.drain(
-                unit.tile, Section.gradients, begin, piece.numel(), staging.data_ptr(), stream
+                unit.tile, Section.gradients, begin, count, staging.data_ptr(), stream
             )
 
     def _staging_buffer(self, elements: int, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
@@ -191,11 +228,9 @@ class GradientSink:
 
     def clear(self) -> None:
         """Forget all gradients."""
-        for unit in self._tiles.plan.units:
-            total = self._sums.pop(unit.tile, None)
-            if total is not None:
-                total.touched.clear()
-                self._spare.setdefault(_shape_key(unit), []).append(total)
+        for total in self._sums.values():
+            total.clear()
+        self._sums.clear()
         self.stored.clear()
         self._norms.clear()
         self._in_accumulator.clear()

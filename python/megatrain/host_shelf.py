@@ -27,11 +27,10 @@ class HostShelf:
         self._pending_bytes = 0
 
     def put(self, tensor: torch.Tensor, tile: int) -> ShelvedTensor:
-        """After the work that makes it, on the current stream. `tile` names the block, for the trace."""
+        """A dense tensor, after the work that makes it on the current stream. `tile` names the block, for the trace."""
         self._collect()
         dense = tensor.detach()
-        if not _is_dense(dense):
-            dense = dense.contiguous()
+        assert is_dense(dense)
         nbytes = dense.numel() * dense.element_size()
         kept = self.engine.keep(tile, dense.data_ptr(), nbytes, stream_handle(self.device))
         self._pending.append((kept, dense))
@@ -92,6 +91,6 @@ class ShelvedTensor:
             self._shelf.drop(self._kept)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Its elements fill one range of memory, in whatever order."""
-    return bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
+    return tensor.layout == torch.strided and bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))

@@ -16,6 +16,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatrain.host_shelf import is_dense
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -57,7 +59,8 @@ class Keeper:
 
     def keep(self, tensor: torch.Tensor) -> KeptTensor | ShelvedTensor:
         small = tensor.numel() * tensor.element_size() < SHELF_LEAST_BYTES
-        if self._shelf is None or small or tensor.device != self._shelf.device or tensor.layout != torch.strided:
+        # Kernels may want the strides that a view of larger memory has: such a one stays.
+        if self._shelf is None or small or tensor.device != self._shelf.device or not is_dense(tensor):
             return KeptTensor(tensor)
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key not in self._known:

@@ -84,10 +84,11 @@ class Placement:
         everything: int = 0,
         selected: int = 0,
         kept_on: Side = "device",
+        inputs_on: Side = "device",
         outside: Mapping[str, Residence] | Residence = "none",
     ) -> Placement:
-        """The first `resident` of `blocks` blocks are resident; the last `everything` keep everything, the
-        `selected` ones before them keep selected outputs, and the rest their inputs, on `kept_on`."""
+        """The first `resident` of `blocks` blocks are resident. The last `everything` keep everything and the
+        `selected` ones before them selected outputs, on `kept_on`; the rest keep their inputs, on `inputs_on`."""
         for name, count in (("resident", resident), ("everything + selected", everything + selected)):
             if not 0 <= count <= blocks:
                 raise ValueError(f"{name} is {count}; it must be between 0 and the number of blocks, {blocks}")
@@ -99,9 +100,8 @@ class Placement:
                 keep = "everything"
             elif from_end <= everything + selected:
                 keep = "selected"
-            found.append(
-                BlockPlacement(keep=keep, kept_on=kept_on, resident="all" if index < resident else "none")
-            )
+            side = inputs_on if keep == "inputs" else kept_on
+            found.append(BlockPlacement(keep=keep, kept_on=side, resident="all" if index < resident else "none"))
         named = {"": outside} if isinstance(outside, str) else outside
         return Placement(order=order, blocks=tuple(found), outside=named)
 
