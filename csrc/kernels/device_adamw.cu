@@ -46,6 +46,48 @@ __device__ __forceinline__ void store(void* section, std::int64_t i, int n, bool
   }
 }
 
+// 16-bit numbers are handled two at a time: integer instructions have half the rate of floating-point
+// ones, and with few bytes a parameter they would bind.
+using Two = std::uint32_t;
+__device__ __forceinline__ Two upper_halves(std::uint32_t even, std::uint32_t odd) {
+  return __byte_perm(even, odd, 0x7632);
+}
+__device__ __forceinline__ Two lower_halves(std::uint32_t even, std::uint32_t odd) {
+  return __byte_perm(even, odd, 0x5410);
+}
+__device__ __forceinline__ Two both(std::uint32_t x) { return x * 0x10001u; }
+
+struct TwoPairs {
+  Two at[kEach / 2];
+
+  __device__ __forceinline__ static TwoPairs load(const void* section, std::int64_t i, int n, bool whole) {
+    return std::bit_cast<TwoPairs>(megatrain::load<std::uint16_t>(section, i, n, whole));
+  }
+  __device__ __forceinline__ void store(void* section, std::int64_t i, int n, bool whole) const {
+    megatrain::store(section, i, n, whole, std::bit_cast<Four<std::uint16_t>>(*this));
+  }
+  // As bf16.
+  __device__ __forceinline__ Four<float> floats() const {
+    return {{float_of(at[0] << 16), float_of(at[0] & 0xffff0000u), float_of(at[1] << 16),
+             float_of(at[1] & 0xffff0000u)}};
+  }
+};
+
+__device__ __forceinline__ TwoPairs upper_halves(const Four<std::uint32_t>& x) {
+  return {{upper_halves(x.at[0], x.at[1]), upper_halves(x.at[2], x.at[3])}};
+}
+__device__ __forceinline__ TwoPairs lower_halves(const Four<std::uint32_t>& x) {
+  return {{lower_halves(x.at[0], x.at[1]), lower_halves(x.at[2], x.at[3])}};
+}
+// Upper halves are the values rounded to bf16; `random` are 16 bits, of which NaN takes none.
+__device__ __forceinline__ Four<std::uint32_t> dithered(const Four<float>& x,
+                                                        const Four<std::uint32_t>& random) {
+  Four<std::uint32_t> bits;
+#pragma unroll
+  for (int k = 0; k < kEach; ++k) bits.at[k] = bits_of(x.at[k]) + (x.at[k] == x.at[k] ? random.at[k] : 0);
+  return bits;
+}
+
 template <WeightFormat kWeights>
 struct Weights {
   Four<float> w, gradient;
@@ -55,47 +97,73 @@ struct Weights {
       w = load<float>(span.weight, i, n, whole);
       gradient = load<float>(span.gradient, i, n, whole);
     } else {
-      const auto high = load<std::uint16_t>(span.weight, i, n, whole);
-      const auto narrow = load<std::uint16_t>(span.gradient, i, n, whole);
-      Four<std::int16_t> low{};
-      if constexpr (kWeights == WeightFormat::kBf16Split) low = load<std::int16_t>(span.low, i, n, whole);
+      const auto high = TwoPairs::load(span.weight, i, n, whole);
+      gradient = TwoPairs::load(span.gradient, i, n, whole).floats();
+      if constexpr (kWeights == WeightFormat::kBf16) {
+        w = high.floats();
+      } else {
+        const auto low = TwoPairs::load(span.low, i, n, whole);
+        // The low half's sign flipped, less that: what it takes from the high half is borrowed.
 #pragma unroll
-      for (int k = 0; k < kEach; ++k) {
-        const auto below = static_cast<std::uint32_t>(std::int32_t{low.at[k]});
-        w.at[k] = float_of((std::uint32_t{high.at[k]} << 16) + below);
-        gradient.at[k] = from_bf16(narrow.at[k]);
+        for (int k = 0; k < kEach; k += 2) {
+          const Two flipped = low.at[k / 2] ^ 0x80008000u;
+          w.at[k] = float_of(lower_halves(flipped, high.at[k / 2]) - 0x8000u);
+          w.at[k + 1] = float_of(upper_halves(flipped, high.at[k / 2]) - 0x8000u);
+        }
       }
     }
   }
 
   // False if one of the n is not finite.
-  __device__ __forceinline__ bool write(const AdamWScalars& s, const AdamWSpan& span, std::int64_t i, int n,
-                                        bool whole) const {
-    Four<std::uint16_t> high;
-    Four<std::int16_t> low;
-    bool finite = true;
+  __device__ __forceinline__ bool write(const AdamWSpan& span, std::int64_t i, int n, bool whole,
+                                        const Four<std::uint32_t>& words) const {
+    Four<std::uint32_t> bits;
 #pragma unroll
-    for (int k = 0; k < kEach; ++k) {
-      std::uint32_t bits = bits_of(w.at[k]);
-      if constexpr (kWeights == WeightFormat::kBf16Split) {
-        high.at[k] = static_cast<std::uint16_t>((bits + 0x8000) >> 16);
-        low.at[k] = static_cast<std::int16_t>(bits);
-      } else if constexpr (kWeights == WeightFormat::kBf16) {
-        const auto index = static_cast<std::uint32_t>(span.first + i + k);
-        high.at[k] = to_bf16(w.at[k], for_weight(random_word(index, s.key)));
-        bits = std::uint32_t{high.at[k]} << 16;
-      }
-      finite &= k >= n || is_finite(bits);
-    }
+    for (int k = 0; k < kEach; ++k) bits.at[k] = bits_of(w.at[k]);
     if constexpr (kWeights == WeightFormat::kFp32) {
       store(span.weight, i, n, whole, w);
+    } else if constexpr (kWeights == WeightFormat::kBf16) {
+      Four<std::uint32_t> random;
+#pragma unroll
+      for (int k = 0; k < kEach; ++k) random.at[k] = for_weight(words.at[k]);
+      bits = dithered(w, random);
+      upper_halves(bits).store(span.weight, i, n, whole);
     } else {
-      store(span.weight, i, n, whole, high);
-      if constexpr (kWeights == WeightFormat::kBf16Split) store(span.low, i, n, whole, low);
+      Four<std::uint32_t> rounded;
+#pragma unroll
+      for (int k = 0; k < kEach; ++k) rounded.at[k] = bits.at[k] + 0x8000u;
+      upper_halves(rounded).store(span.weight, i, n, whole);
+      lower_halves(bits).store(span.low, i, n, whole);
     }
+    bool finite = true;
+#pragma unroll
+    for (int k = 0; k < kEach; ++k) finite &= k >= n || ::fabsf(float_of(bits.at[k])) < INFINITY;
     return finite;
   }
 };
+
+// SmallFloat of adamw_math.h for two elements.
+template <int kMantissa>
+struct TwoCodes {
+  using Code = SmallFloat<kMantissa>;
+  Two base;
+
+  __device__ __forceinline__ explicit TwoCodes(std::uint32_t exponent) : base(both(Code::base(exponent))) {}
+  // Codes in 16 bits each.
+  __device__ __forceinline__ Two decode(Two codes) const {
+    return (codes << Code::kShift) + __vminu2(codes, 0x10001u) * (base & 0xffffu);
+  }
+  // In bytes 0 and 2; what is above a byte does not belong to a code.
+  __device__ __forceinline__ Two encode(Two sizes, Two least, Two random) const {
+    const Two above = __vmaxu2(__vmaxu2(sizes, base) - base, least) + random;
+    return __vminu2(above, both((Code::kLargest << Code::kShift) | ((1u << Code::kShift) - 1))) >>
+           Code::kShift;
+  }
+};
+
+__device__ __forceinline__ std::uint32_t largest_of_block(Two sizes) {
+  return __reduce_max_sync(~0u, max(sizes & 0xffffu, sizes >> 16));
+}
 
 template <MomentFormat kMoments>
 struct Moments {
@@ -106,68 +174,75 @@ struct Moments {
       m = load<float>(span.exp_avg, i, n, whole);
       v = load<float>(span.exp_avg_sq, i, n, whole);
     } else if constexpr (kMoments == MomentFormat::kBf16) {
-      const auto m16 = load<std::uint16_t>(span.exp_avg, i, n, whole);
-      const auto v16 = load<std::uint16_t>(span.exp_avg_sq, i, n, whole);
-#pragma unroll
-      for (int k = 0; k < kEach; ++k) m.at[k] = from_bf16(m16.at[k]), v.at[k] = from_bf16(v16.at[k]);
+      m = TwoPairs::load(span.exp_avg, i, n, whole).floats();
+      v = TwoPairs::load(span.exp_avg_sq, i, n, whole).floats();
     } else {
-      const auto m8 = load<std::uint8_t>(span.exp_avg, i, n, whole);
-      const auto v8 = load<std::uint8_t>(span.exp_avg_sq, i, n, whole);
-      const std::uint32_t m_exponent = n > 0 ? span.exp_avg_exponents[i / kMomentBlock] : 0;
-      const std::uint32_t v_exponent = n > 0 ? span.exp_avg_sq_exponents[i / kMomentBlock] : 0;
+      const auto m8 = std::bit_cast<std::uint32_t>(load<std::uint8_t>(span.exp_avg, i, n, whole));
+      const auto v8 = std::bit_cast<std::uint32_t>(load<std::uint8_t>(span.exp_avg_sq, i, n, whole));
+      const TwoCodes<3> m_codes(n > 0 ? span.exp_avg_exponents[i / kMomentBlock] : 0);
+      const TwoCodes<4> v_codes(n > 0 ? span.exp_avg_sq_exponents[i / kMomentBlock] : 0);
+      TwoPairs m16, v16;
+#pragma unroll
+      for (int k = 0; k < kEach / 2; ++k) {
+        const unsigned bytes = k == 0 ? 0x4140 : 0x4342;
+        const Two code = __byte_perm(m8, 0, bytes);
+        m16.at[k] = m_codes.decode(code & 0x7f007fu) | (code & 0x800080u) << 8;
+        v16.at[k] = v_codes.decode(__byte_perm(v8, 0, bytes));
+      }
+      m = m16.floats();
+      v = v16.floats();
+    }
+  }
+
+  // With 8-bit moments all lanes of a warp call this together, those with n = 0 too.
+  __device__ __forceinline__ void write(const AdamWSpan& span, std::int64_t i, int n, bool whole,
+                                        const Four<std::uint32_t>& words) const {
+    if constexpr (kMoments == MomentFormat::kFp32) {
+      store(span.exp_avg, i, n, whole, m);
+      store(span.exp_avg_sq, i, n, whole, v);
+    } else {
+      Four<std::uint32_t> m_random, v_random;
 #pragma unroll
       for (int k = 0; k < kEach; ++k) {
-        m.at[k] = decode_exp_avg(m8.at[k], m_exponent);
-        v.at[k] = decode_exp_avg_sq(v8.at[k], v_exponent);
+        m_random.at[k] = for_exp_avg(words.at[k]);
+        v_random.at[k] = for_exp_avg_sq(words.at[k]);
+      }
+      const TwoPairs m16 = upper_halves(dithered(m, m_random)), v16 = upper_halves(dithered(v, v_random));
+      if constexpr (kMoments == MomentFormat::kBf16) {
+        m16.store(span.exp_avg, i, n, whole);
+        v16.store(span.exp_avg_sq, i, n, whole);
+      } else {
+        write_codes(span, i, n, whole, m16, v16, upper_halves(words));
       }
     }
   }
 
-  static __device__ __forceinline__ std::uint32_t random_of(const AdamWScalars& s, const AdamWSpan& span,
-                                                            std::int64_t i) {
-    return random_word(static_cast<std::uint32_t>(span.first + i), s.key);
-  }
-
-  // With 8-bit moments all lanes of a warp call this together, those with n = 0 too.
-  __device__ __forceinline__ void write(const AdamWScalars& s, const AdamWSpan& span, std::int64_t i, int n,
-                                        bool whole) const {
-    if constexpr (kMoments == MomentFormat::kFp32) {
-      store(span.exp_avg, i, n, whole, m);
-      store(span.exp_avg_sq, i, n, whole, v);
-    } else if constexpr (kMoments == MomentFormat::kBf16) {
-      Four<std::uint16_t> m16, v16;
+ private:
+  // Elements past n are 0 and so change no exponent.
+  static __device__ __forceinline__ void write_codes(const AdamWSpan& span, std::int64_t i, int n, bool whole,
+                                                     const TwoPairs& m, const TwoPairs& v,
+                                                     const TwoPairs& random) {
+    constexpr Two kMagnitudes = 0x7fff7fff;
+    // Every lane has read the old exponents before the first one writes the new ones.
+    const std::uint32_t m_exponent = FirstMomentCode::block_exponent(
+        largest_of_block(__vmaxu2(m.at[0] & kMagnitudes, m.at[1] & kMagnitudes)));
+    const std::uint32_t v_exponent =
+        SecondMomentCode::block_exponent(largest_of_block(__vmaxu2(v.at[0], v.at[1])));
+    const TwoCodes<3> m_codes(m_exponent);
+    const TwoCodes<4> v_codes(v_exponent);
+    Two m8[kEach / 2], v8[kEach / 2];
 #pragma unroll
-      for (int k = 0; k < kEach; ++k) {
-        const std::uint32_t random = random_of(s, span, i + k);
-        m16.at[k] = to_bf16(m.at[k], for_bf16_exp_avg(random));
-        v16.at[k] = to_bf16(v.at[k], for_bf16_exp_avg_sq(random));
-      }
-      store(span.exp_avg, i, n, whole, m16);
-      store(span.exp_avg_sq, i, n, whole, v16);
-    } else {
-      std::uint32_t m_largest = 0, v_largest = 0;
-#pragma unroll
-      for (int k = 0; k < kEach; ++k) {
-        if (k >= n) continue;
-        m_largest = max(m_largest, exp_avg_size(m.at[k]));
-        v_largest = max(v_largest, exp_avg_sq_size(v.at[k]));
-      }
-      // Every lane has read the old exponents before the first one writes the new ones.
-      const std::uint32_t m_exponent = FirstMomentCode::block_exponent(__reduce_max_sync(~0u, m_largest));
-      const std::uint32_t v_exponent = SecondMomentCode::block_exponent(__reduce_max_sync(~0u, v_largest));
-      Four<std::uint8_t> m8, v8;
-#pragma unroll
-      for (int k = 0; k < kEach; ++k) {
-        const std::uint32_t random = random_of(s, span, i + k);
-        m8.at[k] = encode_exp_avg(m.at[k], m_exponent, for_exp_avg_code(random));
-        v8.at[k] = encode_exp_avg_sq(v.at[k], v_exponent, for_exp_avg_sq_code(random));
-      }
-      store(span.exp_avg, i, n, whole, m8);
-      store(span.exp_avg_sq, i, n, whole, v8);
-      if (threadIdx.x % 32 == 0 && n > 0) {
-        span.exp_avg_exponents[i / kMomentBlock] = static_cast<std::uint8_t>(m_exponent);
-        span.exp_avg_sq_exponents[i / kMomentBlock] = static_cast<std::uint8_t>(v_exponent);
-      }
+    for (int k = 0; k < kEach / 2; ++k) {
+      m8[k] = m_codes.encode(m.at[k] & kMagnitudes, 0, random.at[k] & 0xf000fu);
+      m8[k] = (m8[k] & 0x7f007fu) | (m.at[k] >> 8 & 0x800080u);
+      // Above 0, a second moment is at least the smallest code.
+      v8[k] = v_codes.encode(v.at[k], __vminu2(v.at[k], both(8)), random.at[k] >> 13 & 0x70007u);
+    }
+    store(span.exp_avg, i, n, whole, std::bit_cast<Four<std::uint8_t>>(__byte_perm(m8[0], m8[1], 0x6420)));
+    store(span.exp_avg_sq, i, n, whole, std::bit_cast<Four<std::uint8_t>>(__byte_perm(v8[0], v8[1], 0x6420)));
+    if (threadIdx.x % 32 == 0 && n > 0) {
+      span.exp_avg_exponents[i / kMomentBlock] = static_cast<std::uint8_t>(m_exponent);
+      span.exp_avg_sq_exponents[i / kMomentBlock] = static_cast<std::uint8_t>(v_exponent);
     }
   }
 };
@@ -183,13 +258,15 @@ __global__ void __launch_bounds__(kThreads)
   Moments<kMoments> moments;
   weights.read(span, i, n, whole);
   moments.read(span, i, n, whole);
+  Four<std::uint32_t> words;  // not computed where nothing takes them
 #pragma unroll
   for (int k = 0; k < kEach; ++k) {
+    words.at[k] = random_word(static_cast<std::uint32_t>(span.first + i) + k, s.key);
     weights.w.at[k] =
         updated_weight(s, weights.w.at[k], weights.gradient.at[k], moments.m.at[k], moments.v.at[k]);
   }
-  if (!weights.write(s, span, i, n, whole)) *non_finite = 1;
-  moments.write(s, span, i, n, whole);
+  if (!weights.write(span, i, n, whole, words)) *non_finite = 1;
+  moments.write(span, i, n, whole, words);
 }
 
 bool is_aligned(const AdamWSpan& span) {

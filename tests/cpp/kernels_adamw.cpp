@@ -63,7 +63,7 @@ AdamWStep some_step(int which) {
       return {.lr = 1e-3, .beta2 = 0.95, .weight_decay = 0.1, .step = 3, .gradient_scale = 0.37f, .seed = 5};
     case 1:
       return {.lr = 1e-5, .weight_decay = 0, .step = 100000, .seed = ~std::uint64_t{0}};
-    default:  // the lerp starts from the gradient
+    default:
       return {.lr = 0.1, .beta1 = 0.3, .beta2 = 0, .eps = 1e-12, .weight_decay = 0.01, .step = 1};
   }
 }
