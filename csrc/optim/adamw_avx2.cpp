@@ -68,18 +68,28 @@ inline __m256 updated_weight(const Constants& c, __m256 w, __m256 gradient, __m2
   return _mm256_fmadd_ps(w, c.decay, _mm256_div_ps(_mm256_mul_ps(c.negative_step_size, m), d));
 }
 
-// Terms of the Weyl sequence that random_word begins with: of element `index` in the first lane, and of
-// others, `apart` from lane to lane.
-inline __m256i weyl_terms(const Constants& c, std::int64_t index, std::uint32_t apart) {
-  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  return _mm256_add_epi32(dwords(c.first_key + static_cast<std::uint32_t>(index) * kWeyl),
-                          _mm256_mullo_epi32(lane, dwords(apart * kWeyl)));
-}
-// random_word from such terms.
-inline __m256i random_words(const Constants& c, __m256i x) {
+// random_of_two, from the terms of the Weyl sequence.
+inline __m256i random_of_two(const Constants& c, __m256i x) {
   x = _mm256_xor_si256(x, _mm256_srli_epi32(x, 15));
   x = _mm256_mullo_epi32(_mm256_xor_si256(x, c.second_key), dwords(kMixing));
   return _mm256_xor_si256(x, high_half(x));
+}
+inline __m256i weyl_terms(const Constants& c, __m256i index_of_two) {
+  return _mm256_add_epi32(dwords(c.first_key), _mm256_mullo_epi32(index_of_two, dwords(kWeyl)));
+}
+inline __m256i indices(std::int64_t first) {
+  return _mm256_add_epi32(dwords(static_cast<std::uint32_t>(first)),
+                          _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+}
+inline __m256i swapped_halves(__m256i x) {
+  return _mm256_or_si256(_mm256_slli_epi32(x, 16), _mm256_srli_epi32(x, 16));
+}
+// random_word of the 8 elements from `first` on.
+inline __m256i random_words(const Constants& c, std::int64_t first) {
+  const __m256i index = indices(first);
+  const __m256i word = random_of_two(c, weyl_terms(c, _mm256_srli_epi32(index, 1)));
+  const __m256i odd = _mm256_slli_epi32(index, 31);
+  return bits_of(_mm256_blendv_ps(floats(word), floats(swapped_halves(word)), floats(odd)));
 }
 inline __m256i weight_random(__m256i word) { return low_half(_mm256_srli_epi32(word, 8)); }
 
@@ -101,9 +111,11 @@ inline __m256i load(const void* from) { return _mm256_loadu_si256(static_cast<co
 inline void store(void* to, __m256i x) { _mm256_storeu_si256(static_cast<__m256i*>(to), x); }
 
 // One line of a stream that is read soon. One iteration is long enough to fill the CPU's window, so
-// that few loads are under way without it: on an EPYC of the Zen 4 kind one thread gains 10 % with
-// fp32 moments, 30 % with bf16 and 18 % with 8-bit ones.
-inline void prefetch(const void* from) { _mm_prefetch(static_cast<const char*>(from) + 1024, _MM_HINT_T0); }
+// that few loads are under way without it; adamw_avx512.cpp says what it gains.
+constexpr int kPrefetched = 2048;
+inline void prefetch(const void* from) {
+  _mm_prefetch(static_cast<const char*>(from) + kPrefetched, _MM_HINT_T0);
+}
 
 inline __m256 load_bf16(const std::uint16_t* from) {
   prefetch(from);
@@ -152,18 +164,19 @@ inline void store_float_pair(float* to, const Pair& x) {
   store(to + kLanes, _mm256_permute2x128_si256(low, high, 0x31));
 }
 
-// Random words of the elements from one on, a pair of vectors after another.
+// Random words of the elements from an even one on, one vector for each pair.
 class RandomPairs {
  public:
-  RandomPairs(const Constants& c, std::int64_t first) : even_(weyl_terms(c, first, 2)) {}
-  Pair next(const Constants& c) {
-    const Pair random{random_words(c, even_), random_words(c, _mm256_add_epi32(even_, dwords(kWeyl)))};
-    even_ = _mm256_add_epi32(even_, dwords(std::uint32_t{kPair} * kWeyl));
-    return random;
+  RandomPairs(const Constants& c, std::int64_t first)
+      : terms_(weyl_terms(c, indices(static_cast<std::uint32_t>(first) >> 1))) {}
+  __m256i next(const Constants& c) {
+    const __m256i word = random_of_two(c, terms_);
+    terms_ = _mm256_add_epi32(terms_, dwords(std::uint32_t{kLanes} * kWeyl));
+    return word;
   }
 
  private:
-  __m256i even_;
+  __m256i terms_;
 };
 
 // How each format reads weights and gradients and writes weights. The stores return all ones in the
@@ -197,7 +210,7 @@ struct SplitWeights {
     return from_bf16(load_words(at<std::uint16_t>(span.gradient, i)));
   }
   static __m256i store_pair(const Constants& c, const AdamWSpan& span, std::int64_t i, const Pair& w,
-                            const Pair&) {
+                            __m256i) {
     store(at<std::uint16_t>(span.weight, i), high_halves(w + Pair{dwords(0x8000), dwords(0x8000)}));
     store(span.low + i, _mm256_blend_epi16(w.even, _mm256_slli_epi32(w.odd, 16), kOddWords));
     return _mm256_or_si256(non_finite(c, w.even), non_finite(c, w.odd));
@@ -210,7 +223,7 @@ struct Bf16Weights {
   }
   static __m256 gradient(const AdamWSpan& span, std::int64_t i) { return SplitWeights::gradient(span, i); }
   static __m256i store_one(const Constants& c, const AdamWSpan& span, std::int64_t i, __m256 w) {
-    const __m256i random = weight_random(random_words(c, weyl_terms(c, span.first + i, 1)));
+    const __m256i random = weight_random(random_words(c, span.first + i));
     const __m256i bits = _mm256_add_epi32(bits_of(w), without_nan(bits_of(w), random));
     store_16(at<std::uint16_t>(span.weight, i), high_half(bits));
     return non_finite(c, bits);
@@ -222,8 +235,8 @@ struct Bf16Weights {
     return SplitWeights::gradient_pair(span, i);
   }
   static __m256i store_pair(const Constants& c, const AdamWSpan& span, std::int64_t i, const Pair& w,
-                            const Pair& random) {
-    const Pair bits = w + without_nan(w, {weight_random(random.even), weight_random(random.odd)});
+                            __m256i random) {
+    const Pair bits = w + without_nan(w, {weight_random(random), weight_random(swapped_halves(random))});
     store(at<std::uint16_t>(span.weight, i), high_halves(bits));
     return _mm256_or_si256(non_finite(c, bits.even), non_finite(c, bits.odd));
   }
@@ -247,7 +260,7 @@ struct FloatWeights {
     return load_float_pair(at<float>(span.gradient, i));
   }
   static __m256i store_pair(const Constants& c, const AdamWSpan& span, std::int64_t i, const Pair& w,
-                            const Pair&) {
+                            __m256i) {
     store_float_pair(at<float>(span.weight, i), w);
     return _mm256_or_si256(non_finite(c, w.even), non_finite(c, w.odd));
   }
@@ -271,7 +284,7 @@ struct Moments {
 // Weights in memory and the moments of 16 elements; adds to `bad` where a weight is not finite.
 template <class Weights>
 inline Moments updated(const Constants& c, const AdamWSpan& span, std::int64_t i, const Moments& old,
-                       const Pair& random, __m256i& bad) {
+                       __m256i random, __m256i& bad) {
   const Pair w = Weights::load_pair(span, i), g = Weights::gradient_pair(span, i);
   const Pair m = from_bf16(old.exp_avg), v = from_bf16(old.exp_avg_sq);
   __m256 m_even = floats(m.even), m_odd = floats(m.odd), v_even = floats(v.even), v_odd = floats(v.odd);
@@ -279,8 +292,7 @@ inline Moments updated(const Constants& c, const AdamWSpan& span, std::int64_t i
   const __m256 odd = updated_weight(c, floats(w.odd), floats(g.odd), m_odd, v_odd);
   const __m256i here = Weights::store_pair(c, span, i, {bits_of(even), bits_of(odd)}, random);
   const Pair new_m{bits_of(m_even), bits_of(m_odd)}, new_v{bits_of(v_even), bits_of(v_odd)};
-  Pair m_random{high_half(random.even), high_half(random.odd)};
-  Pair v_random{low_half(random.even), low_half(random.odd)};
+  Pair m_random{high_half(random), low_half(random)}, v_random{m_random.odd, m_random.even};
   if (!_mm256_testz_si256(here, here)) [[unlikely]] {  // a moment that is NaN makes the weight so
     bad = here;
     m_random = without_nan(new_m, m_random);
@@ -355,9 +367,8 @@ inline void with_int8_moments(const Constants& c, const AdamWSpan& span, std::in
     const __m256i v_code = _mm256_cvtepu8_epi16(load_codes(exp_avg_sq + k * kPair));
     const Moments old{m_old.decode(_mm256_and_si256(_mm256_slli_epi16(m_code, 4), words(0x87f0))),
                       v_old.decode(_mm256_slli_epi16(v_code, 3))};
-    const Pair word = random.next(c);
-    moments[k] = updated<Weights>(c, span, begin + k * kPair, old, word, bad);
-    code_random[k] = high_halves(word);
+    code_random[k] = random.next(c);
+    moments[k] = updated<Weights>(c, span, begin + k * kPair, old, code_random[k], bad);
     m_sizes = _mm256_max_epu16(m_sizes, _mm256_and_si256(moments[k].exp_avg, magnitude));
     v_sizes = _mm256_max_epu16(v_sizes, moments[k].exp_avg_sq);
   }
@@ -370,10 +381,10 @@ inline void with_int8_moments(const Constants& c, const AdamWSpan& span, std::in
     for (int half = 0; half < 2; ++half) {
       const Moments& now = moments[k + half];
       const __m256i bits = code_random[k + half], m = _mm256_and_si256(now.exp_avg, magnitude);
-      m_codes[half] = m_new.encode(m, _mm256_setzero_si256(), _mm256_and_si256(bits, words(15)));
+      m_codes[half] = m_new.encode(m, _mm256_setzero_si256(), _mm256_srli_epi16(bits, 12));
       // Above 0, a second moment is at least the smallest code.
       v_codes[half] = v_new.encode(now.exp_avg_sq, _mm256_min_epu16(now.exp_avg_sq, words(8)),
-                                   _mm256_srli_epi16(bits, 13));
+                                   _mm256_and_si256(bits, words(7)));
     }
     // Packing limits to the largest code.
     const __m256i sizes = _mm256_packs_epi16(m_codes[0], m_codes[1]);
@@ -385,6 +396,12 @@ inline void with_int8_moments(const Constants& c, const AdamWSpan& span, std::in
 
 template <class Weights>
 bool with_weights(const AdamWScalars& scalars, const AdamWSpan& span) {
+  if (span.count > 0 && span.first % 2 != 0 && span.moment_format == MomentFormat::kBf16) {
+    AdamWSpan one = span;  // pairs begin at even indices
+    one.count = 1;
+    const bool finite = adamw_scalar(scalars, one);
+    return with_weights<Weights>(scalars, rest_of(span, 1)) && finite;
+  }
   const Constants c = constants(scalars);
   RandomPairs random(c, span.first);
   __m256i bad = _mm256_setzero_si256();

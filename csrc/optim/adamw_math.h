@@ -60,13 +60,18 @@ MEGATRAIN_INLINE float updated_weight(const AdamWScalars& s, float w, float grad
   return ::fmaf(w, s.decay, (s.negative_step_size * m) / d);
 }
 
-// 32 random bits of an element: the terms of a Weyl sequence, which vectors reach by additions, mixed by
+// 32 random bits for two neighbours: a term of a Weyl sequence, which vectors reach by additions, mixed by
 // xor-shifts around one multiplication, with a word of the key before each.
-MEGATRAIN_INLINE std::uint32_t random_word(std::uint32_t index, const RoundingKey& key) {
-  std::uint32_t x = key.first + index * kWeyl;
+MEGATRAIN_INLINE std::uint32_t random_of_two(std::uint32_t even_index, const RoundingKey& key) {
+  std::uint32_t x = key.first + (even_index >> 1) * kWeyl;
   x ^= (x >> 15) ^ key.second;
   x *= kMixing;
   return x ^ (x >> 16);
+}
+// An element takes one half of them for each moment, and its neighbour the other one.
+MEGATRAIN_INLINE std::uint32_t random_word(std::uint32_t index, const RoundingKey& key) {
+  const std::uint32_t word = random_of_two(index, key);
+  return index % 2 == 0 ? word : word << 16 | word >> 16;
 }
 
 // The bits of an element's word that each of its values takes. They overlap, but no bit that decides
@@ -74,9 +79,10 @@ MEGATRAIN_INLINE std::uint32_t random_word(std::uint32_t index, const RoundingKe
 MEGATRAIN_INLINE std::uint32_t for_weight(std::uint32_t word) { return (word >> 8) & 0xffff; }
 MEGATRAIN_INLINE std::uint32_t for_exp_avg(std::uint32_t word) { return word >> 16; }
 MEGATRAIN_INLINE std::uint32_t for_exp_avg_sq(std::uint32_t word) { return word & 0xffff; }
-// From bf16 to a code.
-MEGATRAIN_INLINE std::uint32_t for_exp_avg_code(std::uint32_t word) { return (word >> 16) & 15; }
-MEGATRAIN_INLINE std::uint32_t for_exp_avg_sq_code(std::uint32_t word) { return word >> 29; }
+// From bf16 to a code. The highest bits added are the lowest of those below them, or others' altogether:
+// a sum of equal ones would not be spread evenly.
+MEGATRAIN_INLINE std::uint32_t for_exp_avg_code(std::uint32_t word) { return (word >> 12) & 15; }
+MEGATRAIN_INLINE std::uint32_t for_exp_avg_sq_code(std::uint32_t word) { return word & 7; }
 
 // `random` has 16 bits. NaN takes none: a carry could turn it into 0.
 MEGATRAIN_INLINE std::uint16_t to_bf16(float x, std::uint32_t random) {

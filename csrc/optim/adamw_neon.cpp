@@ -61,10 +61,12 @@ inline float32x4_t updated_weight(const Constants& c, float32x4_t w, float32x4_t
 inline uint32x4_t random_words(const Constants& c, std::int64_t index) {
   constexpr std::uint32_t kLane[4] = {0, 1, 2, 3};
   const uint32x4_t element = vaddq_u32(vdupq_n_u32(static_cast<std::uint32_t>(index)), vld1q_u32(kLane));
-  uint32x4_t x = vmlaq_u32(c.first_key, element, vdupq_n_u32(kWeyl));
+  uint32x4_t x = vmlaq_u32(c.first_key, vshrq_n_u32(element, 1), vdupq_n_u32(kWeyl));
   x = veorq_u32(veorq_u32(x, vshrq_n_u32(x, 15)), c.second_key);
   x = vmulq_u32(x, vdupq_n_u32(kMixing));
-  return veorq_u32(x, vshrq_n_u32(x, 16));
+  x = veorq_u32(x, vshrq_n_u32(x, 16));
+  const uint32x4_t swapped = vreinterpretq_u32_u16(vrev32q_u16(vreinterpretq_u16_u32(x)));
+  return vbslq_u32(vtstq_u32(element, vdupq_n_u32(1)), swapped, x);
 }
 
 inline uint32x4_t low_half(uint32x4_t x) { return vandq_u32(x, vdupq_n_u32(0xffff)); }
@@ -201,7 +203,7 @@ uint32x4_t with_int8_moments(const Constants& c, const AdamWSpan& span, std::int
   const auto m_old = BlockCode<3>::of(m_exponent);
   const auto v_old = BlockCode<4>::of(v_exponent);
   const uint16x8_t magnitude = vdupq_n_u16(0x7fff), sign = vdupq_n_u16(0x8000);
-  uint16x8_t m[kParts], v[kParts], random[kParts];  // moments as bf16; upper halves of the words
+  uint16x8_t m[kParts], v[kParts], random[kParts];  // moments as bf16; lower halves of the words
   uint16x8_t m_sizes = vdupq_n_u16(0), v_sizes = m_sizes;
   uint32x4_t bad = vdupq_n_u32(0);
   for (int k = 0; k < kParts; ++k) {
@@ -213,16 +215,16 @@ uint32x4_t with_int8_moments(const Constants& c, const AdamWSpan& span, std::int
                             float_of(vshll_n_u16(vget_high_u16(m_bits), 16))};
     float32x4_t v_now[2] = {float_of(vshll_n_u16(vget_low_u16(v_bits), 16)),
                             float_of(vshll_n_u16(vget_high_u16(v_bits), 16))};
-    uint32x4_t m_rounded[2], v_rounded[2], m_random[2];
+    uint32x4_t m_rounded[2], v_rounded[2], v_random[2];
     for (int half = 0; half < 2; ++half) {
       const std::int64_t i = begin + k * kEach + half * kLanes;
       bad = vorrq_u32(bad, update<Weights>(c, span, i, m_now[half], v_now[half]));
       const uint32x4_t word = random_words(c, span.first + i);
-      m_random[half] = high_half(word);
-      m_rounded[half] = to_bf16(m_now[half], m_random[half]);
-      v_rounded[half] = to_bf16(v_now[half], low_half(word));
+      v_random[half] = low_half(word);
+      m_rounded[half] = to_bf16(m_now[half], high_half(word));
+      v_rounded[half] = to_bf16(v_now[half], v_random[half]);
     }
-    random[k] = joined(m_random[0], m_random[1]);
+    random[k] = joined(v_random[0], v_random[1]);
     m[k] = joined(m_rounded[0], m_rounded[1]);
     v[k] = joined(v_rounded[0], v_rounded[1]);
     m_sizes = vmaxq_u16(m_sizes, vandq_u16(m[k], magnitude));
@@ -234,11 +236,11 @@ uint32x4_t with_int8_moments(const Constants& c, const AdamWSpan& span, std::int
   const auto v_new = BlockCode<4>::of(v_exponent);
   for (int k = 0; k < kParts; ++k) {
     const uint16x8_t m_code =
-        m_new.encode(vandq_u16(m[k], magnitude), vdupq_n_u16(0), vandq_u16(random[k], vdupq_n_u16(15)));
+        m_new.encode(vandq_u16(m[k], magnitude), vdupq_n_u16(0), vshrq_n_u16(random[k], 12));
     store_codes(exp_avg + k * kEach, vorrq_u16(m_code, vshlq_n_u16(vshrq_n_u16(m[k], 15), 7)));
     // Above 0, a second moment is at least the smallest code.
     store_codes(exp_avg_sq + k * kEach,
-                v_new.encode(v[k], vminq_u16(v[k], vdupq_n_u16(8)), vshrq_n_u16(random[k], 13)));
+                v_new.encode(v[k], vminq_u16(v[k], vdupq_n_u16(8)), vandq_u16(random[k], vdupq_n_u16(7))));
   }
   return bad;
 }

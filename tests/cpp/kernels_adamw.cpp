@@ -101,6 +101,18 @@ TEST_P(DeviceAdamW, EqualsScalarAtEveryLengthAndAlignment) {
   }
 }
 
+TEST_P(DeviceAdamW, EqualsScalarFromAnOddElementOn) {
+  if (GetParam().moments == MomentFormat::kInt8) GTEST_SKIP() << "spans begin at blocks";
+  Values values(8);
+  FormattedParameter expected(GetParam(), 1000, 0, 7);
+  expected.fill_any(values);
+  FormattedParameter got = expected;
+  OnDevice device(got);
+  device.update(some_step(0));
+  EXPECT_EQ(adamw(Isa::kScalar, some_step(0), expected.span()), device.finish());
+  EXPECT_TRUE(got == expected);
+}
+
 TEST_P(DeviceAdamW, EqualsScalarWhereTheUpperHalfOfTheIndexChanges) {
   Values values(7);
   FormattedParameter expected(GetParam(), 1000, 0, (std::int64_t{1} << 32) - 512);

@@ -91,6 +91,27 @@ TEST_P(Mode, DoesNotDependOnWhereASpanIsCut) {
   }
 }
 
+// Neighbours share a random word: a span may begin with the second one.
+TEST_P(Mode, SpansMayBeginAndEndBetweenTheTwoElementsThatShareARandomWord) {
+  if (formats().moments == MomentFormat::kInt8) return;  // spans begin at blocks
+  for (const std::int64_t first : {0, 1}) {
+    Values values(41);
+    FormattedParameter expected(formats(), 300, 0, first);
+    expected.fill_any(values);
+    FormattedParameter cut = expected;
+    const AdamWStep step = some_step(0);
+    (void)adamw(Isa::kScalar, step, expected.span());
+    std::int64_t begin = 0;
+    for (const std::int64_t end : {1, 2, 35, 100, 101, 300}) {
+      AdamWSpan part = rest_of(cut.span(), begin);
+      part.count = end - begin;
+      (void)adamw(isa(), step, part);
+      begin = end;
+    }
+    EXPECT_TRUE(cut == expected) << first;
+  }
+}
+
 // From the stored state, one step in float64. The stored result may differ by fp32's rounding of a
 // few operations and by one rounding to fewer bits: less than a step between neighbours, which is
 // 2^-7 of a bf16 value, 2^-3 of an 8-bit first moment and 2^-4 of a second one, or the smallest code.
