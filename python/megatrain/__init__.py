@@ -3,6 +3,7 @@
 from megatrain import rng
 from megatrain._native import CudaBackend, HostBackend, MemoryLimitError, __version__
 from megatrain.errors import StaleGraphError, UnsupportedModelError
+from megatrain.machine import MachineSpeed, UpdateSpeed, machine_speed
 from megatrain.model import StreamedModel
 from megatrain.report import EvaluationReport, MemoryReport, StepReport
 from megatrain.settings import AdamW
@@ -12,12 +13,15 @@ __all__ = [
     "CudaBackend",
     "EvaluationReport",
     "HostBackend",
+    "MachineSpeed",
     "MemoryLimitError",
     "MemoryReport",
     "StaleGraphError",
     "StepReport",
     "StreamedModel",
     "UnsupportedModelError",
+    "UpdateSpeed",
     "__version__",
+    "machine_speed",
     "rng",
 ]
