@@ -20,6 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+# OpenMP's threads go on spinning for a while after their work, and would take the next one's cores.
+PAUSE = 0.03
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -94,6 +97,7 @@ def measure(contestants: Sequence[Any], rounds: int) -> list[list[float]]:
     seconds: list[list[float]] = [[] for _ in contestants]
     for turn in range(-1, rounds):
         for each, times in zip(contestants, seconds, strict=True):
+            time.sleep(PAUSE)
             began = time.perf_counter()
             each.run()
             if turn >= 0:

@@ -11,7 +11,7 @@
 namespace megatrain {
 namespace {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 
 // Elements a thread.
 constexpr int each(MomentFormat moments) { return moments == MomentFormat::kFp32 ? 4 : 8; }

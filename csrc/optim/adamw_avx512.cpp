@@ -33,7 +33,7 @@ inline __mmask16 not_finite(__m512i x) { return _mm512_fpclass_ps_mask(floats(x)
 
 struct Constants {
   __m512 gradient_scale, beta1, one_minus_beta1, beta2, one_minus_beta2, decay, negative_step_size,
-      inverse_sqrt_bias_correction2, eps;
+      inverse_sqrt_bias_correction2, eps, no_way;
   __m512i exponent, second_key;
   std::uint32_t first_key;
 };
@@ -49,6 +49,7 @@ inline Constants constants(const AdamWScalars& s) {
       _mm512_set1_ps(s.negative_step_size),
       _mm512_set1_ps(s.inverse_sqrt_bias_correction2),
       _mm512_set1_ps(s.eps),
+      _mm512_set1_ps(s.negative_step_size * 0.0f),
       dwords(0x7f800000),
       dwords(s.key.second),
       s.key.first,
@@ -74,7 +75,8 @@ inline __m512 updated_weight(const Constants& c, __m512 w, __m512 gradient, Mome
   exp_avg_sq = {v, kept(c, v)};
   const __m512 root = _mm512_maskz_sqrt_ps(exp_avg_sq.kept, v);
   const __m512 d = _mm512_fmadd_ps(root, c.inverse_sqrt_bias_correction2, c.eps);
-  const __m512 way = _mm512_maskz_mul_ps(exp_avg.kept, c.negative_step_size, m);
+  // Of a moment that is 0 the way has the sign that its product has: a weight of -0 stays.
+  const __m512 way = _mm512_mask_mul_ps(c.no_way, exp_avg.kept, c.negative_step_size, m);
   return _mm512_fmadd_ps(w, c.decay, _mm512_div_ps(way, d));
 }
 
