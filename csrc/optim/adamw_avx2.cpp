@@ -179,8 +179,9 @@ class RandomPairs {
   __m256i terms_;
 };
 
-// How each format reads weights and gradients and writes weights. The stores return all ones in the
-// lanes whose weight is not finite; the random words are those of the elements.
+// How each format reads weights and gradients and writes weights. store_one returns what is not finite
+// where the stored weight is not, store_pair all ones in such lanes; a random word is that of both elements
+// of a pair.
 struct SplitWeights {
   static __m256 load_one(const AdamWSpan& span, std::int64_t i) {
     prefetch(span.low + i);
@@ -191,11 +192,11 @@ struct SplitWeights {
   static __m256 gradient(const AdamWSpan& span, std::int64_t i) {
     return load_bf16(at<std::uint16_t>(span.gradient, i));
   }
-  static __m256i store_one(const Constants& c, const AdamWSpan& span, std::int64_t i, __m256 w) {
+  static __m256 store_one(const Constants&, const AdamWSpan& span, std::int64_t i, __m256 w) {
     const __m256i bits = bits_of(w);
     store_16(at<std::uint16_t>(span.weight, i), high_half(_mm256_add_epi32(bits, _mm256_set1_epi32(0x8000))));
     store_16(span.low + i, low_half(bits));
-    return non_finite(c, bits);
+    return w;
   }
   // The halves side by side with the low one's sign flipped, less that: what the low half takes from the
   // high one is borrowed.
@@ -222,11 +223,11 @@ struct Bf16Weights {
     return load_bf16(at<std::uint16_t>(span.weight, i));
   }
   static __m256 gradient(const AdamWSpan& span, std::int64_t i) { return SplitWeights::gradient(span, i); }
-  static __m256i store_one(const Constants& c, const AdamWSpan& span, std::int64_t i, __m256 w) {
+  static __m256 store_one(const Constants& c, const AdamWSpan& span, std::int64_t i, __m256 w) {
     const __m256i random = weight_random(random_words(c, span.first + i));
     const __m256i bits = _mm256_add_epi32(bits_of(w), without_nan(bits_of(w), random));
     store_16(at<std::uint16_t>(span.weight, i), high_half(bits));
-    return non_finite(c, bits);
+    return floats(bits);
   }
   static Pair load_pair(const AdamWSpan& span, std::int64_t i) {
     return from_bf16(load_words(at<std::uint16_t>(span.weight, i)));
@@ -249,9 +250,9 @@ struct FloatWeights {
   static __m256 gradient(const AdamWSpan& span, std::int64_t i) {
     return load_floats(at<float>(span.gradient, i));
   }
-  static __m256i store_one(const Constants& c, const AdamWSpan& span, std::int64_t i, __m256 w) {
+  static __m256 store_one(const Constants&, const AdamWSpan& span, std::int64_t i, __m256 w) {
     _mm256_storeu_ps(at<float>(span.weight, i), w);
-    return non_finite(c, bits_of(w));
+    return w;
   }
   static Pair load_pair(const AdamWSpan& span, std::int64_t i) {
     return load_float_pair(at<float>(span.weight, i));
@@ -267,7 +268,7 @@ struct FloatWeights {
 };
 
 template <class Weights>
-inline __m256i with_float_moments(const Constants& c, const AdamWSpan& span, std::int64_t i) {
+inline __m256 with_float_moments(const Constants& c, const AdamWSpan& span, std::int64_t i) {
   __m256 m = load_floats(at<float>(span.exp_avg, i));
   __m256 v = load_floats(at<float>(span.exp_avg_sq, i));
   const __m256 w = updated_weight(c, Weights::load_one(span, i), Weights::gradient(span, i), m, v);
@@ -405,6 +406,7 @@ bool with_weights(const AdamWScalars& scalars, const AdamWSpan& span) {
   const Constants c = constants(scalars);
   RandomPairs random(c, span.first);
   __m256i bad = _mm256_setzero_si256();
+  __m256 nothing = _mm256_setzero_ps();  // a sum of weights times 0: NaN once one is not finite
   std::int64_t i = 0;
   switch (span.moment_format) {
     case MomentFormat::kInt8:
@@ -418,8 +420,9 @@ bool with_weights(const AdamWScalars& scalars, const AdamWSpan& span) {
     case MomentFormat::kFp32:
 #pragma GCC unroll 2
       for (; i + kLanes <= span.count; i += kLanes) {
-        bad = _mm256_or_si256(bad, with_float_moments<Weights>(c, span, i));
+        nothing = _mm256_fmadd_ps(with_float_moments<Weights>(c, span, i), _mm256_setzero_ps(), nothing);
       }
+      bad = bits_of(_mm256_cmp_ps(nothing, nothing, _CMP_UNORD_Q));
       break;
   }
   return adamw_scalar(scalars, rest_of(span, i)) && _mm256_testz_si256(bad, bad);
