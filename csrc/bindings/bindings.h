@@ -22,6 +22,7 @@ inline StreamView stream_view(std::uintptr_t handle) { return StreamView{handle}
 inline std::byte* pointer(std::uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
 void bind_device(pybind11::module_& module);
+void bind_probe(pybind11::module_& module);
 void bind_tiles(pybind11::module_& module);
 void bind_stream(pybind11::module_& module);
 

@@ -8,6 +8,7 @@ PYBIND11_MODULE(_native, module) {
   // CallerError and OutsideError derive from what pybind11 turns into ValueError and RuntimeError.
   py::register_exception<megatrain::MemoryLimitError>(module, "MemoryLimitError", PyExc_MemoryError);
   megatrain::bindings::bind_device(module);
+  megatrain::bindings::bind_probe(module);
   megatrain::bindings::bind_tiles(module);
   megatrain::bindings::bind_stream(module);
 }

@@ -93,17 +93,15 @@ T* advanced_bytes(T* pointer, std::int64_t bytes) {
 AdamWScalars adamw_scalars(const AdamWStep& step) {
   const double bias_correction1 = 1 - std::pow(step.beta1, static_cast<double>(step.step));
   const double bias_correction2 = 1 - std::pow(step.beta2, static_cast<double>(step.step));
-  // torch decides by the weight of the lerp, 1 - beta1 < 0.5, in fp32.
-  const bool from_gradient = !(static_cast<float>(1 - step.beta1) < 0.5f);
   return AdamWScalars{
       .gradient_scale = step.gradient_scale,
-      .lerp_weight = static_cast<float>(from_gradient ? -step.beta1 : 1 - step.beta1),
-      .lerp_from_gradient = from_gradient,
+      .beta1 = static_cast<float>(step.beta1),
+      .one_minus_beta1 = static_cast<float>(1 - step.beta1),
       .beta2 = static_cast<float>(step.beta2),
       .one_minus_beta2 = static_cast<float>(1 - step.beta2),
       .decay = static_cast<float>(1 - step.lr * step.weight_decay),
       .negative_step_size = static_cast<float>(-(step.lr / bias_correction1)),
-      .sqrt_bias_correction2 = static_cast<float>(std::sqrt(bias_correction2)),
+      .inverse_sqrt_bias_correction2 = static_cast<float>(1 / std::sqrt(bias_correction2)),
       .eps = static_cast<float>(step.eps),
       .key = rounding_key(step, 0),
   };

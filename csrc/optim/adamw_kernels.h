@@ -1,18 +1,18 @@
 // The variants behind adamw(), one file each, and the numbers they share. Called only by adamw.cpp,
 // which has checked that the CPU has the instructions and set the floating-point modes.
 //
-// The arithmetic, in fp32 with every operation rounded once, in the order of torch.optim.AdamW
-// (lerp_, mul_ + addcmul_, sqrt / add, addcdiv_):
+// The arithmetic, in fp32 with every operation rounded once:
 //
-//   g = flush(gradient * gradient_scale)
-//   m = flush(fma(lerp_weight, g - m, lerp_from_gradient ? g : m))
+//   g = gradient * gradient_scale
+//   m = flush(fma(beta1, m, one_minus_beta1 * g))
 //   v = flush(fma(one_minus_beta2 * g, g, beta2 * v))
-//   d = sqrt(v) / sqrt_bias_correction2 + eps
-//   w = w * decay + (negative_step_size * m) / d
+//   d = fma(sqrt(v), inverse_sqrt_bias_correction2, eps)
+//   w = fma(w, decay, (negative_step_size * m) / d)
 //
-// flush(x) is +0 where |x| < 2^-126, else x, NaN included: denormal gradients count as zero and
-// moments never become denormal (slow, and different from one machine to the next). It looks at
-// the exponent bits; no mode register is relied on.
+// One division: with torch's two, arithmetic and not memory would bind in the modes with few bytes.
+//
+// flush(x) is +0 where |x| < 2^-126, else x, NaN included: moments never become denormal (slow, and
+// different from one machine to the next). It looks at the exponent bits; no mode register is relied on.
 //
 // The weight is computed from m and v as they are here, before they are stored in fewer bits; how
 // that is done is in adamw_math.h.
@@ -26,16 +26,18 @@ namespace megatrain {
 struct RoundingKey {
   std::uint32_t first, second;
 };
+inline constexpr std::uint32_t kWeyl = 0x9e3779b9;    // 2^32 over the golden ratio
+inline constexpr std::uint32_t kMixing = 0x846ca68b;  // neighbours' words are least alike with it
 
 struct AdamWScalars {
   float gradient_scale;
-  float lerp_weight;        // 1 - beta1, or -beta1 where the lerp starts from the gradient
-  bool lerp_from_gradient;  // as torch does for beta1 <= 0.5: exact then for beta1 = 0
+  float beta1;
+  float one_minus_beta1;
   float beta2;
   float one_minus_beta2;
-  float decay;               // 1 - lr * weight_decay
-  float negative_step_size;  // -lr / (1 - beta1^step)
-  float sqrt_bias_correction2;
+  float decay;                          // 1 - lr * weight_decay
+  float negative_step_size;             // -lr / (1 - beta1^step)
+  float inverse_sqrt_bias_correction2;  // 1 / sqrt(1 - beta2^step)
   float eps;
   RoundingKey key;  // for elements whose index has the same upper 32 bits
 };

@@ -11,22 +11,22 @@ namespace {
 constexpr std::int64_t kLanes = 4;
 
 struct Constants {
-  float32x4_t gradient_scale, lerp_weight, beta2, one_minus_beta2, decay, negative_step_size,
-      sqrt_bias_correction2, eps;
-  uint32x4_t lerp_from_gradient, exponent, first_key, second_key;
+  float32x4_t gradient_scale, beta1, one_minus_beta1, beta2, one_minus_beta2, decay, negative_step_size,
+      inverse_sqrt_bias_correction2, eps;
+  uint32x4_t exponent, first_key, second_key;
 };
 
 Constants constants(const AdamWScalars& s) {
   return Constants{
       vdupq_n_f32(s.gradient_scale),
-      vdupq_n_f32(s.lerp_weight),
+      vdupq_n_f32(s.beta1),
+      vdupq_n_f32(s.one_minus_beta1),
       vdupq_n_f32(s.beta2),
       vdupq_n_f32(s.one_minus_beta2),
       vdupq_n_f32(s.decay),
       vdupq_n_f32(s.negative_step_size),
-      vdupq_n_f32(s.sqrt_bias_correction2),
+      vdupq_n_f32(s.inverse_sqrt_bias_correction2),
       vdupq_n_f32(s.eps),
-      vdupq_n_u32(s.lerp_from_gradient ? ~0u : 0u),
       vdupq_n_u32(0x7f800000),
       vdupq_n_u32(s.key.first),
       vdupq_n_u32(s.key.second),
@@ -47,28 +47,26 @@ inline uint32x4_t non_finite(const Constants& c, uint32x4_t x) {
 
 inline float32x4_t updated_weight(const Constants& c, float32x4_t w, float32x4_t gradient,
                                   float32x4_t& exp_avg, float32x4_t& exp_avg_sq) {
-  const float32x4_t g = flush(c, vmulq_f32(gradient, c.gradient_scale));
-  const float32x4_t start = vbslq_f32(c.lerp_from_gradient, g, exp_avg);
-  const float32x4_t m = flush(c, vfmaq_f32(start, c.lerp_weight, vsubq_f32(g, exp_avg)));
+  const float32x4_t g = vmulq_f32(gradient, c.gradient_scale);
+  const float32x4_t m = flush(c, vfmaq_f32(vmulq_f32(c.one_minus_beta1, g), c.beta1, exp_avg));
   const float32x4_t kept = vmulq_f32(c.beta2, exp_avg_sq);
   const float32x4_t v = flush(c, vfmaq_f32(kept, vmulq_f32(c.one_minus_beta2, g), g));
-  const float32x4_t d = vaddq_f32(vdivq_f32(vsqrtq_f32(v), c.sqrt_bias_correction2), c.eps);
+  const float32x4_t d = vfmaq_f32(c.eps, vsqrtq_f32(v), c.inverse_sqrt_bias_correction2);
   exp_avg = m;
   exp_avg_sq = v;
-  return vaddq_f32(vmulq_f32(w, c.decay), vdivq_f32(vmulq_f32(c.negative_step_size, m), d));
+  return vfmaq_f32(vdivq_f32(vmulq_f32(c.negative_step_size, m), d), w, c.decay);
 }
 
 // random_word of the 4 elements from `index` on.
 inline uint32x4_t random_words(const Constants& c, std::int64_t index) {
   constexpr std::uint32_t kLane[4] = {0, 1, 2, 3};
-  uint32x4_t x = vaddq_u32(vdupq_n_u32(static_cast<std::uint32_t>(index)), vld1q_u32(kLane));
-  x = veorq_u32(x, c.first_key);
+  const uint32x4_t element = vaddq_u32(vdupq_n_u32(static_cast<std::uint32_t>(index)), vld1q_u32(kLane));
+  uint32x4_t x = vmlaq_u32(c.first_key, vshrq_n_u32(element, 1), vdupq_n_u32(kWeyl));
+  x = veorq_u32(veorq_u32(x, vshrq_n_u32(x, 15)), c.second_key);
+  x = vmulq_u32(x, vdupq_n_u32(kMixing));
   x = veorq_u32(x, vshrq_n_u32(x, 16));
-  x = vmulq_u32(x, vdupq_n_u32(0x85ebca6bu));
-  x = veorq_u32(x, vshrq_n_u32(x, 13));
-  x = veorq_u32(x, c.second_key);
-  x = vmulq_u32(x, vdupq_n_u32(0xc2b2ae35u));
-  return veorq_u32(x, vshrq_n_u32(x, 16));
+  const uint32x4_t swapped = vreinterpretq_u32_u16(vrev32q_u16(vreinterpretq_u16_u32(x)));
+  return vbslq_u32(vtstq_u32(element, vdupq_n_u32(1)), swapped, x);
 }
 
 inline uint32x4_t low_half(uint32x4_t x) { return vandq_u32(x, vdupq_n_u32(0xffff)); }
@@ -164,87 +162,85 @@ inline uint32x4_t with_bf16_moments(const Constants& c, const AdamWSpan& span, s
   return bad;
 }
 
-// SmallFloat of adamw_math.h for one block.
+inline uint16x8_t joined(uint32x4_t low, uint32x4_t high) {
+  return vcombine_u16(vmovn_u32(low), vmovn_u32(high));
+}
+
+// SmallFloat of adamw_math.h for one block, 8 elements at a time.
 template <int kMantissa>
 struct BlockCode {
-  static constexpr int kShift = 23 - kMantissa;
-  uint32x4_t base;
+  static constexpr int kShift = 7 - kMantissa;
+  uint16x8_t base;
 
   static BlockCode of(unsigned exponent) {
-    return {vdupq_n_u32(((exponent > 16 ? exponent : 16) - 15) << 23)};
+    return {vdupq_n_u16(static_cast<std::uint16_t>(((exponent > 16 ? exponent : 16) - 15) << 7))};
   }
-  static unsigned exponent(int32x4_t largest) {
-    const auto bits = static_cast<unsigned>(vmaxvq_s32(largest));
-    if (bits >= 0x7f800000) return 255;
-    const unsigned exponent = (bits + (1u << kShift) - 1) >> 23;
-    return exponent > 16 ? exponent : 16;
+  static std::uint8_t exponent(uint16x8_t sizes) {
+    const unsigned exponent = (vmaxvq_u16(sizes) + (1u << kShift) - 1) >> 7;
+    return static_cast<std::uint8_t>(exponent < 16 ? 16 : exponent < 255 ? exponent : 255);
   }
-  uint32x4_t decode(uint32x4_t code) const {
-    return vandq_u32(vaddq_u32(vshlq_n_u32(code, kShift), base), vtstq_u32(code, code));
+  uint16x8_t decode(uint16x8_t code) const {
+    return vandq_u16(vaddq_u16(vshlq_n_u16(code, kShift), base), vtstq_u16(code, code));
   }
-  uint32x4_t encode(uint32x4_t magnitude, int smallest, uint32x4_t random) const {
-    const int32x4_t above =
-        vmaxq_s32(vreinterpretq_s32_u32(vsubq_u32(magnitude, base)), vdupq_n_s32(smallest << kShift));
-    const uint32x4_t code = vshrq_n_u32(vaddq_u32(vreinterpretq_u32_s32(above), random), kShift);
-    return vminq_u32(code, vdupq_n_u32((16u << kMantissa) - 1));
+  uint16x8_t encode(uint16x8_t size, uint16x8_t least, uint16x8_t random) const {
+    const uint16x8_t above = vmaxq_u16(vqsubq_u16(size, base), least);
+    return vminq_u16(vshrq_n_u16(vaddq_u16(above, random), kShift), vdupq_n_u16((16u << kMantissa) - 1));
   }
 };
 
-struct Eight {
-  uint32x4_t half[2];
-};
-inline Eight load_codes(const std::uint8_t* from) {
-  const uint16x8_t words = vmovl_u8(vld1_u8(from));
-  return {{vmovl_u16(vget_low_u16(words)), vmovl_u16(vget_high_u16(words))}};
-}
-inline void store_codes(std::uint8_t* to, const Eight& codes) {
-  vst1_u8(to, vmovn_u16(vcombine_u16(vmovn_u32(codes.half[0]), vmovn_u32(codes.half[1]))));
-}
+inline uint16x8_t load_codes(const std::uint8_t* from) { return vmovl_u8(vld1_u8(from)); }
+inline void store_codes(std::uint8_t* to, uint16x8_t codes) { vst1_u8(to, vmovn_u16(codes)); }
 
 // One whole block from element `begin` on.
 template <class Weights>
 uint32x4_t with_int8_moments(const Constants& c, const AdamWSpan& span, std::int64_t begin) {
+  constexpr int kEach = 2 * kLanes;
+  constexpr int kParts = kMomentBlock / kEach;
   std::uint8_t& m_exponent = span.exp_avg_exponents[begin / kMomentBlock];
   std::uint8_t& v_exponent = span.exp_avg_sq_exponents[begin / kMomentBlock];
   std::uint8_t* const exp_avg = at<std::uint8_t>(span.exp_avg, begin);
   std::uint8_t* const exp_avg_sq = at<std::uint8_t>(span.exp_avg_sq, begin);
   const auto m_old = BlockCode<3>::of(m_exponent);
   const auto v_old = BlockCode<4>::of(v_exponent);
-  const uint32x4_t magnitude = vdupq_n_u32(0x7fffffff);
-  float32x4_t m[kMomentBlock / kLanes], v[kMomentBlock / kLanes];
-  int32x4_t m_largest = vdupq_n_s32(0), v_largest = m_largest;
+  const uint16x8_t magnitude = vdupq_n_u16(0x7fff), sign = vdupq_n_u16(0x8000);
+  uint16x8_t m[kParts], v[kParts], random[kParts];  // moments as bf16; lower halves of the words
+  uint16x8_t m_sizes = vdupq_n_u16(0), v_sizes = m_sizes;
   uint32x4_t bad = vdupq_n_u32(0);
-  for (int k = 0; k < kMomentBlock / kLanes; k += 2) {
-    const Eight m_codes = load_codes(exp_avg + k * kLanes), v_codes = load_codes(exp_avg_sq + k * kLanes);
+  for (int k = 0; k < kParts; ++k) {
+    const uint16x8_t code = load_codes(exp_avg + k * kEach);
+    const uint16x8_t size = m_old.decode(vandq_u16(code, vdupq_n_u16(0x7f)));
+    const uint16x8_t m_bits = vorrq_u16(size, vandq_u16(vcgtq_u16(code, vdupq_n_u16(0x80)), sign));
+    const uint16x8_t v_bits = v_old.decode(load_codes(exp_avg_sq + k * kEach));
+    float32x4_t m_now[2] = {float_of(vshll_n_u16(vget_low_u16(m_bits), 16)),
+                            float_of(vshll_n_u16(vget_high_u16(m_bits), 16))};
+    float32x4_t v_now[2] = {float_of(vshll_n_u16(vget_low_u16(v_bits), 16)),
+                            float_of(vshll_n_u16(vget_high_u16(v_bits), 16))};
+    uint32x4_t m_rounded[2], v_rounded[2], v_random[2];
     for (int half = 0; half < 2; ++half) {
-      const uint32x4_t code = m_codes.half[half];
-      const uint32x4_t size = m_old.decode(vandq_u32(code, vdupq_n_u32(0x7f)));
-      const uint32x4_t negative = vcgtq_u32(code, vdupq_n_u32(0x80));
-      float32x4_t& m_now = m[k + half];
-      float32x4_t& v_now = v[k + half];
-      m_now = float_of(vorrq_u32(size, vbicq_u32(negative, magnitude)));
-      v_now = float_of(v_old.decode(v_codes.half[half]));
-      bad = vorrq_u32(bad, update<Weights>(c, span, begin + (k + half) * kLanes, m_now, v_now));
-      m_largest = vmaxq_s32(m_largest, vreinterpretq_s32_u32(vandq_u32(bits_of(m_now), magnitude)));
-      v_largest = vmaxq_s32(v_largest, vreinterpretq_s32_u32(bits_of(v_now)));
+      const std::int64_t i = begin + k * kEach + half * kLanes;
+      bad = vorrq_u32(bad, update<Weights>(c, span, i, m_now[half], v_now[half]));
+      const uint32x4_t word = random_words(c, span.first + i);
+      v_random[half] = low_half(word);
+      m_rounded[half] = to_bf16(m_now[half], high_half(word));
+      v_rounded[half] = to_bf16(v_now[half], v_random[half]);
     }
+    random[k] = joined(v_random[0], v_random[1]);
+    m[k] = joined(m_rounded[0], m_rounded[1]);
+    v[k] = joined(v_rounded[0], v_rounded[1]);
+    m_sizes = vmaxq_u16(m_sizes, vandq_u16(m[k], magnitude));
+    v_sizes = vmaxq_u16(v_sizes, v[k]);
   }
-  m_exponent = static_cast<std::uint8_t>(BlockCode<3>::exponent(m_largest));
-  v_exponent = static_cast<std::uint8_t>(BlockCode<4>::exponent(v_largest));
+  m_exponent = BlockCode<3>::exponent(m_sizes);
+  v_exponent = BlockCode<4>::exponent(v_sizes);
   const auto m_new = BlockCode<3>::of(m_exponent);
   const auto v_new = BlockCode<4>::of(v_exponent);
-  for (int k = 0; k < kMomentBlock / kLanes; k += 2) {
-    Eight m_codes, v_codes;
-    for (int half = 0; half < 2; ++half) {
-      const uint32x4_t random = random_words(c, span.first + begin + (k + half) * kLanes);
-      const uint32x4_t m_bits = bits_of(m[k + half]), v_bits = bits_of(v[k + half]);
-      const uint32x4_t size = m_new.encode(vandq_u32(m_bits, magnitude), 0, vshrq_n_u32(random, 12));
-      m_codes.half[half] = vorrq_u32(size, vshlq_n_u32(vshrq_n_u32(m_bits, 31), 7));
-      const uint32x4_t code = v_new.encode(v_bits, 1, vandq_u32(random, vdupq_n_u32(0x7ffff)));
-      v_codes.half[half] = vandq_u32(code, vtstq_u32(v_bits, v_bits));
-    }
-    store_codes(exp_avg + k * kLanes, m_codes);
-    store_codes(exp_avg_sq + k * kLanes, v_codes);
+  for (int k = 0; k < kParts; ++k) {
+    const uint16x8_t m_code =
+        m_new.encode(vandq_u16(m[k], magnitude), vdupq_n_u16(0), vshrq_n_u16(random[k], 12));
+    store_codes(exp_avg + k * kEach, vorrq_u16(m_code, vshlq_n_u16(vshrq_n_u16(m[k], 15), 7)));
+    // Above 0, a second moment is at least the smallest code.
+    store_codes(exp_avg_sq + k * kEach,
+                v_new.encode(v[k], vminq_u16(v[k], vdupq_n_u16(8)), vandq_u16(random[k], vdupq_n_u16(7))));
   }
   return bad;
 }

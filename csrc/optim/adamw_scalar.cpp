@@ -70,8 +70,8 @@ bool with_bf16_moments(const AdamWScalars& s, const AdamWSpan& span) {
     float m = from_bf16(m16[i]), v = from_bf16(v16[i]);
     finite &= update_element<Weights>(s, span, i, m, v);
     const std::uint32_t random = random_word(static_cast<std::uint32_t>(span.first + i), s.key);
-    m16[i] = to_bf16(m, for_bf16_exp_avg(random));
-    v16[i] = to_bf16(v, for_bf16_exp_avg_sq(random));
+    m16[i] = to_bf16(m, for_exp_avg(random));
+    v16[i] = to_bf16(v, for_exp_avg_sq(random));
   }
   return finite;
 }
@@ -85,22 +85,23 @@ bool with_int8_moments(const AdamWScalars& s, const AdamWSpan& span) {
     std::uint8_t& m_exponent = span.exp_avg_exponents[begin / kMomentBlock];
     std::uint8_t& v_exponent = span.exp_avg_sq_exponents[begin / kMomentBlock];
     const std::int64_t count = std::min(kMomentBlock, span.count - begin);
-    float m[kMomentBlock], v[kMomentBlock];
+    std::uint16_t m16[kMomentBlock], v16[kMomentBlock];
+    std::uint32_t random[kMomentBlock];
     std::uint32_t m_largest = 0, v_largest = 0;
     for (std::int64_t j = 0; j < count; ++j) {
-      m[j] = decode_exp_avg(m8[begin + j], m_exponent);
-      v[j] = decode_exp_avg_sq(v8[begin + j], v_exponent);
-      finite &= update_element<Weights>(s, span, begin + j, m[j], v[j]);
-      m_largest = std::max(m_largest, exp_avg_size(m[j]));
-      v_largest = std::max(v_largest, exp_avg_sq_size(v[j]));
+      float m = decode_exp_avg(m8[begin + j], m_exponent), v = decode_exp_avg_sq(v8[begin + j], v_exponent);
+      finite &= update_element<Weights>(s, span, begin + j, m, v);
+      random[j] = random_word(static_cast<std::uint32_t>(span.first + begin + j), s.key);
+      m16[j] = to_bf16(m, for_exp_avg(random[j]));
+      v16[j] = to_bf16(v, for_exp_avg_sq(random[j]));
+      m_largest = std::max(m_largest, exp_avg_size(m16[j]));
+      v_largest = std::max(v_largest, exp_avg_sq_size(v16[j]));
     }
     const std::uint32_t m_new = FirstMomentCode::block_exponent(m_largest);
     const std::uint32_t v_new = SecondMomentCode::block_exponent(v_largest);
     for (std::int64_t j = 0; j < count; ++j) {
-      const auto index = static_cast<std::uint32_t>(span.first + begin + j);
-      const std::uint32_t random = random_word(index, s.key);
-      m8[begin + j] = encode_exp_avg(m[j], m_new, for_exp_avg_code(random));
-      v8[begin + j] = encode_exp_avg_sq(v[j], v_new, for_exp_avg_sq_code(random));
+      m8[begin + j] = encode_exp_avg(m16[j], m_new, for_exp_avg_code(random[j]));
+      v8[begin + j] = encode_exp_avg_sq(v16[j], v_new, for_exp_avg_sq_code(random[j]));
     }
     m_exponent = static_cast<std::uint8_t>(m_new);
     v_exponent = static_cast<std::uint8_t>(v_new);

@@ -29,18 +29,20 @@ void read_codes(const MomentSpan& span, float* values) {
   }
 }
 
+// Truncated: what is cut off decides nothing where the code is then rounded to nearest.
+std::uint16_t bf16_below(float x) { return static_cast<std::uint16_t>(bits_of(flush(x)) >> 16); }
+
 template <class Kind>
 void write_codes(const MomentSpan& span, const float* values) {
   const auto codes = static_cast<std::uint8_t*>(span.values);
   for (std::int64_t begin = 0; begin < span.count; begin += kMomentBlock) {
     const std::int64_t end = std::min(begin + kMomentBlock, span.count);
     std::uint32_t largest = 0;
-    for (std::int64_t i = begin; i < end; ++i) {
-      largest = std::max(largest, Kind::size(flush(values[i])));
-    }
+    for (std::int64_t i = begin; i < end; ++i) largest = std::max(largest, Kind::size(bf16_below(values[i])));
     const std::uint32_t exponent = Kind::Code::block_exponent(largest);
-    for (std::int64_t i = begin; i < end; ++i)
-      codes[i] = Kind::encode(flush(values[i]), exponent, Kind::Code::kNearest);
+    for (std::int64_t i = begin; i < end; ++i) {
+      codes[i] = Kind::encode(bf16_below(values[i]), exponent, Kind::Code::kNearest);
+    }
     span.exponents[begin / kMomentBlock] = static_cast<std::uint8_t>(exponent);
   }
 }

@@ -1,11 +1,16 @@
 #include "stream/kept_store.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
 
 namespace megatrain {
+
+namespace {
+constexpr std::size_t kPageBytes = 4096;  // places are whole pages
+}
 
 KeptStore::KeptStore(const EngineParts& parts)
     : parts_(parts),
@@ -24,10 +29,11 @@ KeptStore::Kept& KeptStore::find(std::int64_t kept) {
   return found->second;
 }
 
-// The smallest free place that is large enough and not more than twice as large; else a new one.
+// The smallest free place that is large enough and not more than twice as large;
+// else a new one.
 KeptStore::Place KeptStore::take(std::size_t bytes) {
   const auto found = free_.lower_bound(bytes);
-  if (found != free_.end() && found->first <= 2 * bytes) {
+  if (found != free_.end() && found->first <= 2 * std::max(bytes, kPageBytes)) {
     Place place = std::move(found->second);
     free_.erase(found);
     return place;

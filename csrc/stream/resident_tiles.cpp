@@ -15,7 +15,12 @@ constexpr std::size_t kFlagBytes = 4096;
 ResidentTiles::ResidentTiles(const EngineParts& parts)
     : parts_(parts), backend_(parts.store.backend()), stream_(backend_.create_stream("mt-resident")) {}
 
-void ResidentTiles::synchronize() { backend_.synchronize(stream_); }
+void ResidentTiles::synchronize() {
+  backend_.synchronize(stream_);
+  for (const auto& [tile, entry] : tiles_) {
+    if (entry.changed) backend_.synchronize(*entry.changed);  // its flag lands in memory of this object
+  }
+}
 
 ResidentTiles::Tile& ResidentTiles::tile_at(int tile) {
   const auto found = tiles_.find(tile);
@@ -84,7 +89,6 @@ void ResidentTiles::use(int tile, StreamView stream) {
   backend_.wait(stream_, *parts_.events.record(stream));  // readers of what is overwritten
   copy(tile, entry, CopyKind::kHostToDevice);
   const SharedEvent loaded = parts_.events.record(stream_);
-  if (parts_.keeps(Wait::kResidentLoaded)) backend_.wait(stream, *loaded);
   // The host's bytes may be edited again as soon as this returns.
   backend_.synchronize(*loaded);
   entry.version = version;
@@ -123,10 +127,9 @@ void ResidentTiles::write_back() {
     if (parts_.keeps(Wait::kResidentUpdated)) backend_.wait(stream_, *entry.changed);
     copy(tile, entry, CopyKind::kDeviceToHost);
   }
-  backend_.synchronize(stream_);
+  synchronize();
   for (auto& [tile, entry] : tiles_) {
     entry.ahead = false;
-    if (entry.changed) backend_.synchronize(*entry.changed);
     check_finite(tile, entry);
   }
 }

@@ -33,7 +33,7 @@ class ResidentTiles {
   // Brings what updates on the device have changed to the host, gradients included; blocks until it is
   // there.
   void write_back();
-  void synchronize();  // returns when the copies queued so far have ended
+  void synchronize();  // returns when the copies and updates queued so far have ended
 
  private:
   struct Tile {

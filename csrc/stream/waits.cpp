@@ -10,7 +10,7 @@ namespace {
 constexpr Wait kWaits[] = {Wait::kSlotFree,    Wait::kSlotArrived,    Wait::kGateUpdate,
                            Wait::kGateFetch,   Wait::kGradientReady,  Wait::kGradientLanded,
                            Wait::kStagingFree, Wait::kKeptReady,      Wait::kKeptLanded,
-                           Wait::kKeptArrived, Wait::kResidentLoaded, Wait::kResidentUpdated};
+                           Wait::kKeptArrived, Wait::kResidentUpdated};
 
 }  // namespace
 
@@ -38,8 +38,6 @@ const char* wait_name(Wait wait) noexcept {
       return "kept_landed";
     case Wait::kKeptArrived:
       return "kept_arrived";
-    case Wait::kResidentLoaded:
-      return "resident_loaded";
     case Wait::kResidentUpdated:
       return "resident_updated";
   }

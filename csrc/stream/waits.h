@@ -18,7 +18,6 @@ enum class Wait {
   kKeptReady,        // a kept tensor goes down only when compute has made it
   kKeptLanded,       // and up only when it has landed
   kKeptArrived,      // compute waits for it to come up
-  kResidentLoaded,   // compute waits for a resident tile's state
   kResidentUpdated,  // a look at a resident tile waits for its update
 };
 

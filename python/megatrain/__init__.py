@@ -3,6 +3,7 @@
 from megatrain import rng
 from megatrain._native import CudaBackend, HostBackend, MemoryLimitError, __version__
 from megatrain.errors import StaleGraphError, UnsupportedModelError
+from megatrain.machine import MachineSpeed, UpdateSpeed, machine_speed
 from megatrain.model import StreamedModel
 from megatrain.placement import BlockPlacement, Placement
 from megatrain.report import EvaluationReport, MemoryReport, StepReport
@@ -15,6 +16,7 @@ __all__ = [
     "CudaBackend",
     "EvaluationReport",
     "HostBackend",
+    "MachineSpeed",
     "MemoryLimitError",
     "MemoryReport",
     "Placement",
@@ -23,6 +25,8 @@ __all__ = [
     "StreamedModel",
     "Transfers",
     "UnsupportedModelError",
+    "UpdateSpeed",
     "__version__",
+    "machine_speed",
     "rng",
 ]

@@ -26,6 +26,7 @@ from megatrain.interop import compute_device
 from megatrain.interrupts import DeferredInterrupts
 from megatrain.limits import memory_report, require_device_memory, require_memory
 from megatrain.loss import shifts_labels, tokens_of, weight_of
+from megatrain.machine import update_threads
 from megatrain.optimizer import StreamedAdamW
 from megatrain.placement import Placement
 from megatrain.report import EvaluationReport, MemoryReport, StepReport, write_chrome_trace
@@ -85,7 +86,8 @@ class StreamedModel:
     seed: keys the randomness of `step()`, see `megatrain.rng.seed_for`.
     example_batch: a batch to find the stacks and check the gradients with now; else the first one is used.
     blocks: names of the containers whose entries are the blocks; None to find them.
-    threads: of the update; 0 for the usable cores less one.
+    threads: of the update; 0 for what `megatrain.machine_speed()` recommends on CUDA (measured in about a
+        second, once a process), and for the usable cores less one on the host.
     isa: instruction set of the update's kernel; "" for MEGATRAIN_ISA of the environment, else the fastest.
     staging_bytes: of the pinned ring that copies go through where tiles cannot be pinned.
     keep_gradients: let `parameter.grad` show the gradients of the last backward.
@@ -163,6 +165,7 @@ class StreamedModel:
         self._unit_by_tile = {unit.tile: unit for unit in plan.units}
         require_memory(plan, self.settings, backend)
 
+        threads = update_threads(threads, backend)
         store = TileStore(backend, threads=threads, isa=chosen_isa(isa), staging_bytes=staging_bytes)
         self._tiles = Tiles(store, plan)
         self._unloaded = {p.name for p in plan.parameters if p.original.device.type == "meta"}

@@ -63,7 +63,7 @@ AdamWStep some_step(int which) {
       return {.lr = 1e-3, .beta2 = 0.95, .weight_decay = 0.1, .step = 3, .gradient_scale = 0.37f, .seed = 5};
     case 1:
       return {.lr = 1e-5, .weight_decay = 0, .step = 100000, .seed = ~std::uint64_t{0}};
-    default:  // the lerp starts from the gradient
+    default:
       return {.lr = 0.1, .beta1 = 0.3, .beta2 = 0, .eps = 1e-12, .weight_decay = 0.01, .step = 1};
   }
 }
@@ -99,6 +99,18 @@ TEST_P(DeviceAdamW, EqualsScalarAtEveryLengthAndAlignment) {
       }
     }
   }
+}
+
+TEST_P(DeviceAdamW, EqualsScalarFromAnOddElementOn) {
+  if (GetParam().moments == MomentFormat::kInt8) GTEST_SKIP() << "spans begin at blocks";
+  Values values(8);
+  FormattedParameter expected(GetParam(), 1000, 0, 7);
+  expected.fill_any(values);
+  FormattedParameter got = expected;
+  OnDevice device(got);
+  device.update(some_step(0));
+  EXPECT_EQ(adamw(Isa::kScalar, some_step(0), expected.span()), device.finish());
+  EXPECT_TRUE(got == expected);
 }
 
 TEST_P(DeviceAdamW, EqualsScalarWhereTheUpperHalfOfTheIndexChanges) {

@@ -24,7 +24,7 @@ AdamWStep some_step(int which) {
       return {.lr = 1e-3, .beta2 = 0.95, .weight_decay = 0.1, .step = 3, .gradient_scale = 0.37f, .seed = 5};
     case 1:
       return {.lr = 1e-5, .weight_decay = 0, .step = 100000, .seed = ~std::uint64_t{0}};
-    default:  // the lerp starts from the gradient
+    default:
       return {.lr = 0.1, .beta1 = 0.3, .beta2 = 0, .eps = 1e-12, .weight_decay = 0.01, .step = 1};
   }
 }
@@ -88,6 +88,27 @@ TEST_P(Mode, DoesNotDependOnWhereASpanIsCut) {
     }
     EXPECT_TRUE(whole == scalar) << first;
     EXPECT_TRUE(cut == whole) << first;
+  }
+}
+
+// Neighbours share a random word: a span may begin with the second one.
+TEST_P(Mode, SpansMayBeginAndEndBetweenTheTwoElementsThatShareARandomWord) {
+  if (formats().moments == MomentFormat::kInt8) return;  // spans begin at blocks
+  for (const std::int64_t first : {0, 1}) {
+    Values values(41);
+    FormattedParameter expected(formats(), 300, 0, first);
+    expected.fill_any(values);
+    FormattedParameter cut = expected;
+    const AdamWStep step = some_step(0);
+    (void)adamw(Isa::kScalar, step, expected.span());
+    std::int64_t begin = 0;
+    for (const std::int64_t end : {1, 2, 35, 100, 101, 300}) {
+      AdamWSpan part = rest_of(cut.span(), begin);
+      part.count = end - begin;
+      (void)adamw(isa(), step, part);
+      begin = end;
+    }
+    EXPECT_TRUE(cut == expected) << first;
   }
 }
 

@@ -20,6 +20,14 @@ void expect_unbiased(double sum, double x, double step, int n) {
   EXPECT_NEAR(sum / n, x, step * (std::ldexp(1.0, -16) + 2.5 / std::sqrt(static_cast<double>(n)))) << x;
 }
 
+// As the update codes a moment for which `word` was drawn.
+std::uint8_t coded_exp_avg(float x, std::uint32_t exponent, std::uint32_t word) {
+  return encode_exp_avg(to_bf16(x, for_exp_avg(word)), exponent, for_exp_avg_code(word));
+}
+std::uint8_t coded_exp_avg_sq(float x, std::uint32_t exponent, std::uint32_t word) {
+  return encode_exp_avg_sq(to_bf16(x, for_exp_avg_sq(word)), exponent, for_exp_avg_sq_code(word));
+}
+
 constexpr int kDraws = 1 << 16;
 constexpr float kFractions[] = {0.0f, 0.01f, 0.25f, 0.5f, 0.77f, 0.99f};
 
@@ -33,7 +41,7 @@ TEST(Rounding, ToBf16IsRightOnAverageOverElementsAndOverSteps) {
         const RoundingKey one = rounding_key({.step = 7, .seed = 1}, 0);
         over_elements += from_bf16(to_bf16(x, for_weight(random_word(static_cast<std::uint32_t>(i), one))));
         const RoundingKey other = rounding_key({.step = 1 + i, .seed = 1}, 0);
-        over_steps += from_bf16(to_bf16(x, for_bf16_exp_avg(random_word(12345, other))));
+        over_steps += from_bf16(to_bf16(x, for_exp_avg(random_word(12345, other))));
       }
       expect_unbiased(over_elements, x, step, kDraws);
       expect_unbiased(over_steps, x, step, kDraws);
@@ -52,10 +60,9 @@ TEST(Rounding, ToEightBitCodesIsRightOnAverage) {
       double m_sum = 0, negative_sum = 0, v_sum = 0;
       for (int i = 0; i < kDraws; ++i) {
         const std::uint32_t word = random_word(static_cast<std::uint32_t>(i), key);
-        const std::uint32_t for_m = for_exp_avg_code(word), for_v = for_exp_avg_sq_code(word);
-        m_sum += decode_exp_avg(encode_exp_avg(m, exponent, for_m), exponent);
-        negative_sum += decode_exp_avg(encode_exp_avg(-m, exponent, for_m), exponent);
-        v_sum += decode_exp_avg_sq(encode_exp_avg_sq(v, exponent, for_v), exponent);
+        m_sum += decode_exp_avg(coded_exp_avg(m, exponent, word), exponent);
+        negative_sum += decode_exp_avg(coded_exp_avg(-m, exponent, word), exponent);
+        v_sum += decode_exp_avg_sq(coded_exp_avg_sq(v, exponent, word), exponent);
       }
       expect_unbiased(m_sum, m, m_step, kDraws);
       expect_unbiased(negative_sum, -m, m_step, kDraws);
@@ -69,10 +76,9 @@ TEST(Rounding, BelowTheSmallestCodeFirstMomentsBecomeZeroAndSecondOnesDoNot) {
   const float below = std::ldexp(0.999f, -15);
   for (const float x : {below, std::ldexp(1.0f, -40), std::numeric_limits<float>::min()}) {
     for (const std::uint32_t word : {0u, 0x12345678u, ~0u}) {
-      EXPECT_EQ(decode_exp_avg(encode_exp_avg(x, exponent, for_exp_avg_code(word)), exponent), 0);
-      EXPECT_EQ(decode_exp_avg(encode_exp_avg(-x, exponent, for_exp_avg_code(word)), exponent), 0);
-      EXPECT_EQ(decode_exp_avg_sq(encode_exp_avg_sq(x, exponent, for_exp_avg_sq_code(word)), exponent),
-                std::ldexp(1.0625f, -15));
+      EXPECT_EQ(decode_exp_avg(coded_exp_avg(x, exponent, word), exponent), 0);
+      EXPECT_EQ(decode_exp_avg(coded_exp_avg(-x, exponent, word), exponent), 0);
+      EXPECT_EQ(decode_exp_avg_sq(coded_exp_avg_sq(x, exponent, word), exponent), std::ldexp(1.0625f, -15));
     }
   }
 }
@@ -86,8 +92,8 @@ TEST(Rounding, EveryCodeIsReadAndWrittenUnchangedAtEveryExponent) {
         ASSERT_TRUE(std::isfinite(m) && std::isfinite(v));
         ASSERT_TRUE(m == 0 || std::isnormal(m)) << exponent << " " << code;
         ASSERT_TRUE(v == 0 || std::isnormal(v)) << exponent << " " << code;
-        ASSERT_EQ(encode_exp_avg(m, exponent, for_exp_avg_code(word)), byte == 0x80 ? 0 : byte) << exponent;
-        ASSERT_EQ(encode_exp_avg_sq(v, exponent, for_exp_avg_sq_code(word)), byte) << exponent;
+        ASSERT_EQ(coded_exp_avg(m, exponent, word), byte == 0x80 ? 0 : byte) << exponent;
+        ASSERT_EQ(coded_exp_avg_sq(v, exponent, word), byte) << exponent;
       }
     }
     EXPECT_EQ(bits_of(decode_exp_avg(0, exponent)), 0u);
@@ -103,12 +109,12 @@ TEST(Rounding, ABlocksExponentLeavesRoomForItsLargestValue) {
   for (int i = 0; i < 100000; ++i) {
     const float x = std::abs(values.any(1.0f, 1e38f));
     if (x < 1e-30f) continue;  // blocks so small share the smallest exponent
-    const std::uint32_t m = FirstMomentCode::block_exponent(bits_of(x));
-    const std::uint32_t v = SecondMomentCode::block_exponent(bits_of(x));
-    if (m == 255 || v == 255) continue;
     for (const std::uint32_t word : {0u, ~0u}) {
-      ASSERT_NEAR(decode_exp_avg(encode_exp_avg(x, m, for_exp_avg_code(word)), m), x, x * 0.125);
-      ASSERT_NEAR(decode_exp_avg_sq(encode_exp_avg_sq(x, v, for_exp_avg_sq_code(word)), v), x, x * 0.0625);
+      const std::uint32_t m = FirstMomentCode::block_exponent(to_bf16(x, for_exp_avg(word)));
+      const std::uint32_t v = SecondMomentCode::block_exponent(to_bf16(x, for_exp_avg_sq(word)));
+      if (m == 255 || v == 255) continue;
+      ASSERT_NEAR(decode_exp_avg(coded_exp_avg(x, m, word), m), x, x * 0.125);
+      ASSERT_NEAR(decode_exp_avg_sq(coded_exp_avg_sq(x, v, word), v), x, x * 0.0625);
     }
   }
 }
@@ -117,19 +123,20 @@ TEST(Rounding, InfinitiesAndNanStayWhatTheyAre) {
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
   const float nan = std::numeric_limits<float>::quiet_NaN(), full_nan = float_of(0x7fffffff);
   for (const std::uint32_t word : {0u, 1u, 0x80008000u, ~0u}) {
-    const std::uint32_t half = for_bf16_exp_avg(word), for_m = for_exp_avg_code(word);
+    const std::uint32_t half = for_exp_avg(word);
     EXPECT_EQ(from_bf16(to_bf16(kInfinity, half)), kInfinity);
     EXPECT_EQ(from_bf16(to_bf16(-kInfinity, half)), -kInfinity);
     for (const float x : {nan, -nan, full_nan}) {
       EXPECT_TRUE(std::isnan(from_bf16(to_bf16(x, half))));
-      EXPECT_TRUE(std::isnan(decode_exp_avg(encode_exp_avg(x, 255, for_m), 255)));
+      EXPECT_TRUE(std::isnan(decode_exp_avg(coded_exp_avg(x, 255, word), 255)));
     }
-    EXPECT_EQ(decode_exp_avg(encode_exp_avg(-kInfinity, 255, for_m), 255), -kInfinity);
-    const std::uint8_t code = encode_exp_avg_sq(kInfinity, 255, for_exp_avg_sq_code(word));
+    EXPECT_EQ(decode_exp_avg(coded_exp_avg(-kInfinity, 255, word), 255), -kInfinity);
+    const std::uint8_t code = coded_exp_avg_sq(kInfinity, 255, word);
     EXPECT_EQ(decode_exp_avg_sq(code, 255), kInfinity);
   }
-  EXPECT_EQ(FirstMomentCode::block_exponent(0x7fffffff), 255u);
-  EXPECT_EQ(SecondMomentCode::block_exponent(bits_of(kInfinity)), 255u);
+  EXPECT_EQ(FirstMomentCode::block_exponent(exp_avg_size(0xffff)), 255u);
+  EXPECT_EQ(SecondMomentCode::block_exponent(exp_avg_sq_size(0x7f80)), 255u);
+  EXPECT_EQ(SecondMomentCode::block_exponent(exp_avg_sq_size(0xffc0)), 255u) << "NaN with a sign";
 }
 
 // Words of neighbours, of steps and of seeds: bits are balanced and unrelated.

@@ -26,7 +26,7 @@ AdamWStep some_step(int which) {
       return {.lr = 1e-3, .beta2 = 0.95, .weight_decay = 0.1, .step = 3, .gradient_scale = 0.37f};
     case 1:
       return {.lr = 1e-5, .eps = 1e-8, .weight_decay = 0, .step = 100000};
-    default:  // the lerp starts from the gradient
+    default:
       return {.lr = 0.1, .beta1 = 0.3, .beta2 = 0, .eps = 1e-12, .weight_decay = 0.01, .step = 1};
   }
 }

@@ -112,7 +112,8 @@ TEST(Waits, AreKnownByName) {
   EXPECT_EQ(
       message_of<CallerError>([] { wait_from_name("slot"); }),
       "unknown wait \"slot\"; there are slot_free, slot_arrived, gate_update, gate_fetch, gradient_ready, "
-      "gradient_landed, staging_free");
+      "gradient_landed, staging_free, kept_ready, kept_landed, kept_arrived, "
+      "resident_updated");
 }
 
 // One tile, updated by any number of threads, equals the specification parameter by parameter.

@@ -9,7 +9,7 @@
 
 #include "device/backend.h"
 
-namespace megatrain::bench {
+namespace megatrain {
 
 class CopyFlow {
  public:
@@ -40,4 +40,4 @@ class CopyFlow {
   std::thread thread_;
 };
 
-}  // namespace megatrain::bench
+}  // namespace megatrain

@@ -1,13 +1,13 @@
-#include "copy_flow.h"
+#include "probe/copy_flow.h"
 
 #include <string>
 #include <utility>
 
-namespace megatrain::bench {
+namespace megatrain {
 
 CopyFlow::CopyFlow(Backend& gpu, CopyKind kind, std::byte* host, std::byte* device, std::size_t bytes)
     : gpu_(gpu), kind_(kind), host_(host), device_(device), bytes_(bytes) {
-  const std::string name = kind == CopyKind::kHostToDevice ? "bench-up" : "bench-down";
+  const std::string name = kind == CopyKind::kHostToDevice ? "probe-up" : "probe-down";
   stream_ = gpu.create_stream(name);
   for (Event& end : ends_) end = gpu.create_event(name);
 }
@@ -46,4 +46,4 @@ void CopyFlow::copy() {
   gpu_.synchronize(stream_.view());
 }
 
-}  // namespace megatrain::bench
+}  // namespace megatrain

@@ -1,0 +1,80 @@
+// Tensors that wait on the host: what comes back is what went, and each wait is needed.
+#include <gtest/gtest.h>
+
+#include <string>
+#include <vector>
+
+#include "base/error.h"
+#include "stream/engine.h"
+
+namespace megatrain {
+namespace {
+
+constexpr std::size_t kBytes = 256;
+
+std::shared_ptr<TileStore> store_with_delays(std::uint64_t seed) {
+  auto store = std::make_shared<TileStore>(
+      make_host_backend({.max_delay_us = 400, .seed = seed, .poison = true}), TileStoreOptions{.threads = 1});
+  store->add(TileLayout(TileFormat::kFp32, {{64, true}}));
+  return store;
+}
+
+// One tensor: made on a stream, put away, its memory overwritten, brought back, read on the stream. True
+// if what was read is what was made.
+bool comes_back(Engine& engine, StreamView compute, std::byte value) {
+  Backend& backend = engine.store().backend();
+  KeptStore& kept = engine.kept();
+  std::vector<std::byte> made(kBytes, value), other(kBytes, std::byte{0xee}), device(kBytes), back(kBytes),
+      read(kBytes);
+  backend.copy(device.data(), made.data(), kBytes, CopyKind::kHostToDevice, compute);
+  const std::int64_t number = kept.put(0, device.data(), kBytes, compute);
+  kept.get(number, back.data(), compute);
+  kept.wait_got(number, compute);
+  backend.copy(read.data(), back.data(), kBytes, CopyKind::kDeviceToHost, compute);
+  kept.wait_landed(number);
+  EXPECT_TRUE(kept.landed(number));
+  backend.synchronize(compute);
+  kept.drop(number);
+  kept.synchronize();
+  return read == made;
+}
+
+int wrong_of(const std::string& without, int rounds) {
+  Engine engine(store_with_delays(11), {.without_wait = without});
+  const Stream compute = engine.store().backend().create_stream("compute");
+  int wrong = 0;
+  for (int i = 0; i < rounds; ++i) wrong += !comes_back(engine, compute, static_cast<std::byte>(i + 1));
+  return wrong;
+}
+
+TEST(KeptStore, WhatComesBackIsWhatWent) { EXPECT_EQ(wrong_of("", 60), 0); }
+
+TEST(KeptStore, EachWaitIsNeeded) {
+  EXPECT_GT(wrong_of("kept_ready", 60), 0);
+  EXPECT_GT(wrong_of("kept_landed", 60), 0);
+  EXPECT_GT(wrong_of("kept_arrived", 60), 0);
+}
+
+TEST(KeptStore, MemoryIsUsedAgain) {
+  Engine engine(store_with_delays(3));
+  const Stream compute = engine.store().backend().create_stream("compute");
+  comes_back(engine, compute, std::byte{1});
+  const std::size_t once = engine.kept().bytes();
+  EXPECT_GE(once, kBytes);
+  for (int i = 0; i < 5; ++i) comes_back(engine, compute, std::byte{2});
+  EXPECT_EQ(engine.kept().bytes(), once);
+}
+
+TEST(KeptStore, RefusesWhatItDoesNotHave) {
+  Engine engine(store_with_delays(3));
+  EXPECT_THROW(engine.kept().landed(0), CallerError);
+  std::vector<std::byte> device(kBytes);
+  EXPECT_THROW(engine.kept().put(1, device.data(), kBytes, {}), CallerError);
+  const std::int64_t number = engine.kept().put(0, device.data(), 0, {});
+  EXPECT_THROW(engine.kept().wait_got(number, {}), CallerError);
+  engine.kept().drop(number);
+  EXPECT_THROW(engine.kept().drop(number), CallerError);
+}
+
+}  // namespace
+}  // namespace megatrain
