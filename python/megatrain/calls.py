@@ -32,10 +32,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Keeping:
-    """What one call leaves, and where: on the shelf, or (None) on the device."""
+    """What one call leaves, and where: on a shelf, or (None) on the device."""
 
     keep: Keep = "inputs"
     shelf: HostShelf | None = None
+    inputs_shelf: HostShelf | None = None
+    """For what the block before handed over."""
 
 
 class OutputSlot:
@@ -199,7 +201,8 @@ class BlockRunner:
         that went in does."""
         given = call.tensors()
         differentiable = differentiable and self.has_gradients(call)
-        keeper = Keeper(keeping.shelf, call.block.unit.tile)
+        handed_over = [tensor for tensor in given if OutputSlot.of(tensor) is not None]
+        keeper = Keeper(call.block.unit.tile, keeping.shelf, keeping.inputs_shelf, handed_over)
         record = CallRecord(call, inputs=keeper)
         if not differentiable:
             inputs = [tensor.detach() for tensor in given]
@@ -251,7 +254,7 @@ class BlockRunner:
         parameters, _ = self._parameter_leaves(call, weights)
         args, kwargs = call.arguments(inputs)
         recording = nullcontext() if selected is None else selected.record()
-        with torch.enable_grad(), nothing_saved(), recording:
+        with torch.enable_grad(), nothing_saved(call.block.name), recording:
             output = self._caller(call.block, parameters, args, kwargs)
         # An operator that is not run again would not draw again, and all after it would draw other numbers.
         if call.rng == RngState.capture(self._device):

@@ -139,6 +139,9 @@ class DeviceWeights:
         if slot != -1:
             self.engine.release(slot, stream_handle(self.device))
 
+    def outside_units(self) -> list[Unit]:
+        return [outside.unit for outside in self.outside.values()]
+
     def recover(self) -> None:
         """After work that an exception cut short, wherever it was: nothing is in use, and what is outside is
         fetched again at its next use."""
@@ -203,6 +206,10 @@ class OutsideWeights:
     def leaves(self) -> Iterator[tuple[TiledParameter, nn.Parameter]]:
         """Without fetching anything."""
         return zip(self.unit.parameters, self._leaves, strict=True)
+
+    def leaf_ids(self) -> set[int]:
+        """Of the leaves, as autograd's graph holds them."""
+        return {id(leaf) for leaf in self._leaves}
 
     def forget(self) -> None:
         """The acquisition is given up elsewhere; stale gradients of a backward that was cut short too."""

@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatrain.errors import UnsupportedModelError
 from megatrain.host_shelf import is_dense
 
 if TYPE_CHECKING:
@@ -48,11 +49,16 @@ class KeptTensor:
 
 
 class Keeper:
-    """Puts one call's tensors where they wait. Those that are put twice wait once."""
+    """Puts one call's tensors where they wait: `inputs`, and what shares their memory, on one shelf, the rest on
+    another. Those that are put twice wait once."""
 
-    def __init__(self, shelf: HostShelf | None, tile: int) -> None:
-        self._shelf = shelf
+    def __init__(
+        self, tile: int, shelf: HostShelf | None, inputs_shelf: HostShelf | None, inputs: Sequence[torch.Tensor]
+    ) -> None:
         self._tile = tile
+        self._shelf = shelf
+        self._inputs_shelf = inputs_shelf
+        self._inputs = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         # With the tensor: while it lives, no other has its address.
         self._known: dict[tuple[Any, ...], tuple[torch.Tensor, ShelvedTensor]] = {}
         self.shelved: list[ShelvedTensor] = []
@@ -60,11 +66,15 @@ class Keeper:
     def keep(self, tensor: torch.Tensor) -> KeptTensor | ShelvedTensor:
         small = tensor.numel() * tensor.element_size() < SHELF_LEAST_BYTES
         # Kernels may want the strides that a view of larger memory has: such a one stays.
-        if self._shelf is None or small or tensor.device != self._shelf.device or not is_dense(tensor):
+        shelf = self._shelf
+        if shelf is not self._inputs_shelf and tensor.layout == torch.strided:
+            if tensor.untyped_storage().data_ptr() in self._inputs:
+                shelf = self._inputs_shelf
+        if shelf is None or small or tensor.device != shelf.device or not is_dense(tensor):
             return KeptTensor(tensor)
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key not in self._known:
-            shelved = self._shelf.put(tensor, self._tile)
+            shelved = shelf.put(tensor, self._tile)
             self.shelved.append(shelved)
             self._known[key] = (tensor.detach(), shelved)
         return self._known[key][1]
@@ -72,6 +82,7 @@ class Keeper:
     def close(self) -> None:
         """The call is over: nothing of it will be put a second time."""
         self._known.clear()
+        self._inputs.clear()
 
     def fetch(self) -> None:
         for shelved in self.shelved:
@@ -141,11 +152,14 @@ def enter(tensor: torch.Tensor) -> tuple[torch.Tensor, GradientEdge]:
     return entered, get_gradient_edge(entered)
 
 
-def nothing_saved() -> saved_tensors_hooks:
-    """For a forward whose graph will not be used."""
+def nothing_saved(block: str) -> saved_tensors_hooks:
+    """For the forward of a block whose graph will not be used."""
 
     def refuse(packed: None) -> torch.Tensor:
-        raise RuntimeError("a graph that was not kept was walked")
+        raise UnsupportedModelError(
+            f"a gradient was asked of a tensor that left {block} other than by its return value (router logits "
+            "collected by hooks, for instance)"
+        )
 
     return saved_tensors_hooks(lambda tensor: None, refuse)
 

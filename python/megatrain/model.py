@@ -172,7 +172,10 @@ class StreamedModel:
         self._engine = Engine(store)
         self._engine.copy_by_parameter(self.settings.transfers.burst == "parameter")
         self._weights = DeviceWeights(self._engine, plan, self.device, slots, self.settings.placement)
-        self._sink = GradientSink(self._engine, self._tiles, self.device, self._weights.resident)
+        compiled = self.device.type == "cuda" if compile is None else compile
+        self._sink = GradientSink(
+            self._engine, self._tiles, self.device, self._weights.resident, compiled and self.device.type == "cuda"
+        )
         self._updates = Updates(self._engine, self._tiles, self._weights, self._sink, self.settings)
 
         self._face = ParameterFace(self._tiles, self._engine, self._kept_gradient)
@@ -183,7 +186,6 @@ class StreamedModel:
         move_buffers(module, self._blocks, self.device)
         refuse_state_dict(module)
         self._updates.hook_outside()
-        compiled = self.device.type == "cuda" if compile is None else compile
         self._surroundings = Surroundings(module, self.device, compiled, self._outside_version)
         self._runner = BlockRunner(BlockCaller(compiled), self.device, self._face.is_trainable)
         self._steps = StepRunner(
@@ -222,8 +224,12 @@ class StreamedModel:
 
     @property
     def steps(self) -> int:
-        """Calls of step() and of optimizer.step() so far."""
+        """Calls of step() and of optimizer.step() so far; to be set when a run goes on from a saved state."""
         return self._updates.steps
+
+    @steps.setter
+    def steps(self, value: int) -> None:
+        self._updates.steps = value
 
     @property
     def skipped_steps(self) -> int:

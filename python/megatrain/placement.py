@@ -31,11 +31,13 @@ class BlockPlacement:
         draws random numbers (dropout) keeps its inputs where "selected" is asked for.
     kept_on: where that waits: in device memory, or in pinned host memory, to and from which it is copied
         while other blocks compute.
+    inputs_on: where the tensors that the block before handed over wait; None for where `kept_on` says.
     resident: "weights" keeps the block's weights in device memory (2 bytes a parameter in bf16); "all" keeps
         its optimizer state there as well and updates it there (14 bytes with fp32 moments)."""
 
     keep: Keep | tuple[Keep, ...] = "inputs"
     kept_on: Side = "device"
+    inputs_on: Side | None = None
     resident: Residence = "none"
 
     def __post_init__(self) -> None:
@@ -45,7 +47,13 @@ class BlockPlacement:
         for value in values:
             _check("keep", value, get_args(Keep))
         _check("kept_on", self.kept_on, get_args(Side))
+        if self.inputs_on is not None:
+            _check("inputs_on", self.inputs_on, get_args(Side))
         _check("resident", self.resident, get_args(Residence))
+
+    @property
+    def inputs_side(self) -> Side:
+        return self.inputs_on or self.kept_on
 
     def keep_for(self, micro_batch: int) -> Keep:
         if isinstance(self.keep, tuple):
@@ -88,7 +96,7 @@ class Placement:
         outside: Mapping[str, Residence] | Residence = "none",
     ) -> Placement:
         """The first `resident` of `blocks` blocks are resident. The last `everything` keep everything and the
-        `selected` ones before them selected outputs, on `kept_on`; the rest keep their inputs, on `inputs_on`."""
+        `selected` ones before them selected outputs, on `kept_on`; all keep their inputs on `inputs_on`."""
         for name, count in (("resident", resident), ("everything + selected", everything + selected)):
             if not 0 <= count <= blocks:
                 raise ValueError(f"{name} is {count}; it must be between 0 and the number of blocks, {blocks}")
@@ -100,8 +108,8 @@ class Placement:
                 keep = "everything"
             elif from_end <= everything + selected:
                 keep = "selected"
-            side = inputs_on if keep == "inputs" else kept_on
-            found.append(BlockPlacement(keep=keep, kept_on=side, resident="all" if index < resident else "none"))
+            residence: Residence = "all" if index < resident else "none"
+            found.append(BlockPlacement(keep=keep, kept_on=kept_on, inputs_on=inputs_on, resident=residence))
         named = {"": outside} if isinstance(outside, str) else outside
         return Placement(order=order, blocks=tuple(found), outside=named)
 

@@ -201,6 +201,24 @@ class ForwardAndBack:
                 when_complete(unit)
         self._boundaries.clear()
 
+    def reaches(self, leaves: set[int]) -> bool:
+        """The way back can still bring gradients to one of these leaves (by id): a graph between blocks ends at
+        it, or a block takes it."""
+        tiles = {finished.block.unit.tile for finished in self._rounds}
+        if any(p.tile not in tiles for finished in self._rounds for _, p in finished.block.parameters):
+            return True  # blocks share weights that lie outside; which leaves that are does not matter here
+        waiting = [boundary.edge.node for boundary in self._boundaries.values()]
+        seen = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            if id(getattr(node, "variable", None)) in leaves:
+                return True
+            for following, _ in node.next_functions:
+                if following is not None and following not in seen:
+                    seen.add(following)
+                    waiting.append(following)
+        return False
+
     def _calls_back(self) -> Iterator[None]:
         """Each `next` starts bringing back what the next calls of the walk need."""
         order = [logged.record for finished in reversed(self._rounds) for logged in finished.calls]

@@ -61,7 +61,11 @@ class StepRunner:
 
     def keeping(self, block: Block, micro_batch: int) -> Keeping:
         placement = self.placement.block(self._index[block.name])
-        return Keeping(placement.keep_for(micro_batch), self._shelf if placement.kept_on == "host" else None)
+        return Keeping(
+            placement.keep_for(micro_batch),
+            self._shelf if placement.kept_on == "host" else None,
+            self._shelf if placement.inputs_side == "host" else None,
+        )
 
     def train(
         self,
@@ -98,6 +102,10 @@ class StepRunner:
             try:
                 order.forward(runs, when_done, differentiable=True)
                 used, self._weights.uses = self._weights.uses, []
+                if last:
+                    for unit in self._weights.outside_units():
+                        if not order.reaches(self._weights.outside[unit.tile].leaf_ids()):
+                            complete(unit)
                 order.backward(sink, unit_of, complete if last else lambda unit: None)
                 self._backward_uses, self._weights.uses = self._weights.uses, []
             except BaseException:

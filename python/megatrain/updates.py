@@ -60,7 +60,7 @@ class Updates:
             self.optimizer.check_groups()
 
     def complete(self, unit: Unit) -> None:
-        """The unit's gradient is final."""
+        """The unit's gradient is final: nothing of this step will add to it, or read its weights for one."""
         self._sink.store(unit)
         if self._early is not None:
             self._early.add(unit.tile)

@@ -130,8 +130,8 @@ def test_runs_without_a_compiler() -> None:
 
 
 def test_failed_constructor_raises_once() -> None:
-    with pytest.raises(ValueError, match="slots is 1"):
-        stream(families.build(LLAMA), slots=1)
+    with pytest.raises(ValueError, match="slots is 0"):
+        stream(families.build(LLAMA), slots=0)
     with pytest.raises(ValueError, match=r"dtype is torch\.float16"):
         stream(families.build(LLAMA), dtype=torch.float16)
 
@@ -899,7 +899,7 @@ class Hooked(nn.Module):
 
 def test_tensors_that_leave_by_hooks_are_refused_by_the_self_check() -> None:
     model = stream(Hooked())
-    with pytest.raises(megatrain.UnsupportedModelError, match=r"self-check: the gradient of layers"):
+    with pytest.raises(megatrain.UnsupportedModelError, match=r"left layers\.\d other than by its return value"):
         model.step(toy_batch(1))
 
 
