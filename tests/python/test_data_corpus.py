@@ -88,6 +88,11 @@ def test_bytes_are_limited_in_whole_records() -> None:
         used = division.roles == TRAIN
         assert used.any()
         assert sizes[used].sum() <= limit or division.limits
+    for seed in range(9):  # a chat cannot be cut: the others are used, if there are any that fit
+        roles = divide(
+            np.array([100, 100, 7]), seed=seed, held_out=0, max_bytes=9, max_held_out_bytes=None, can_cut=False
+        ).roles
+        assert roles.tolist() == [ASIDE, ASIDE, TRAIN]
     division = divide(np.full(100, 10), seed=1, held_out=0.5, max_bytes=None, max_held_out_bytes=35)
     assert np.bincount(division.roles).tolist() == [47, 50, 3]  # what is too much to evaluate is not trained on
 

@@ -191,35 +191,46 @@ def test_a_streamed_model_learns_the_same(
     evaluated.close()
 
 
-def _logits(module: torch.nn.Module) -> Any:
-    def logits(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        with torch.no_grad():
-            return module(**batch, use_cache=False).logits
+def _loss(module: torch.nn.Module, **changes: Any) -> Any:
+    """Of a batch, without what `changes` sets to None and with what else it sets."""
 
-    return logits
+    def loss(batch: dict[str, torch.Tensor]) -> float:
+        arguments = {key: value for key, value in {**batch, **changes}.items() if value is not None}
+        with torch.no_grad():
+            return float(module.eval()(**arguments).loss)
+
+    return loss
+
+
+def leaks(loss: Any, rows: int = 3, length: int = 30) -> str | None:
+    return leaks_between_documents(loss, families.VOCABULARY, torch.float32, rows=rows, length=length)
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_models_that_keep_documents_apart_pass(family: families.Family) -> None:
-    module = families.build(family).eval()
-    assert leaks_between_documents(_logits(module), families.VOCABULARY, torch.float32) is None
+    module = families.build(family)
+    assert leaks(_loss(module, use_cache=False)) is None
+    assert leaks(_loss(module, use_cache=False), rows=1, length=4) is None
+    model = megatrain.StreamedModel(families.build(family), device="cpu", compile=False)
+    found = leaks_between_documents(
+        lambda batch: model.evaluate(batch).loss, families.VOCABULARY, torch.bfloat16, rows=2, length=24
+    )
+    assert found is None
+    model.close()
 
 
 def test_models_that_do_not_are_found() -> None:
-    module = families.build(FAMILIES[1]).eval()
-
-    def without_positions(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        return _logits(module)({"input_ids": batch["input_ids"]})
-
-    assert "changes with the text" in str(leaks_between_documents(without_positions, 67, torch.float32))
-    gpt2 = families.build(FAMILIES[-1]).eval()
-    blocked = torch.full((24, 24), True).tril()
-    blocked[12:, :12] = False
-
-    def masked_only(batch: dict[str, torch.Tensor]) -> torch.Tensor:  # apart, but positions go on
-        return _logits(gpt2)({"input_ids": batch["input_ids"], "attention_mask": blocked.expand(3, 1, 24, 24)})
-
-    assert "other logits than at the beginning" in str(leaks_between_documents(masked_only, 67, torch.float32))
+    module = families.build(FAMILIES[1])
+    assert "changes with the text" in str(leaks(_loss(module, position_ids=None, use_cache=False)))
+    # With a cache, transformers takes the positions for those of continued text.
+    assert "changes with the text" in str(leaks(_loss(module, use_cache=True)))
+    gpt2 = families.build(FAMILIES[-1])
+    apart = torch.ones(30, 30, dtype=torch.bool).tril()
+    apart[12:, :12] = False
+    mask = apart.expand(3, 1, 30, 30)
+    # Apart, but positions go on.
+    found = leaks(_loss(gpt2, position_ids=None, attention_mask=mask, use_cache=False))
+    assert "another loss than at the beginning" in str(found)
 
 
 def test_a_recurrent_model_is_found() -> None:
@@ -230,13 +241,7 @@ def test_a_recurrent_model_is_found() -> None:
     config = transformers.MambaConfig(
         hidden_size=32, num_hidden_layers=2, vocab_size=67, state_size=4, pad_token_id=0, use_cache=False
     )
-    module = transformers.MambaForCausalLM(config).eval()
-
-    def logits(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        with torch.no_grad():
-            return module(input_ids=batch["input_ids"]).logits
-
-    assert leaks_between_documents(logits, 67, torch.float32) is not None
+    assert leaks(_loss(transformers.MambaForCausalLM(config), position_ids=None)) is not None
 
 
 def test_padded_rows(tmp_path: Path) -> None:

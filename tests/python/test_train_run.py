@@ -333,7 +333,17 @@ def test_a_run_goes_on_exactly(here: Path, packing: str) -> None:
 
 
 def test_sigterm_ends_between_steps_with_status_143(here: Path) -> None:
-    command = [sys.executable, "-m", "megatrain.cli", "train", "run.yaml", "--set", "steps=1000000"]
+    command = [
+        sys.executable,
+        "-m",
+        "megatrain.cli",
+        "train",
+        "run.yaml",
+        "--set",
+        "steps=1000000",
+        "--set",
+        "data.workers=1",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         for line in process.stdout:

@@ -65,7 +65,12 @@ class Corpus:
         if self.shape != "text" and max_bytes is not None and len(sizes) and not (sizes <= max_bytes).any():
             raise DataError(f"{self.source.names[0]}: no example within {max_bytes} bytes")
         self.division = divide(
-            sizes, seed=seed, held_out=held_out, max_bytes=max_bytes, max_held_out_bytes=max_held_out_bytes
+            sizes,
+            seed=seed,
+            held_out=held_out,
+            max_bytes=max_bytes,
+            max_held_out_bytes=max_held_out_bytes,
+            can_cut=self.shape == "text",
         )
         used = np.flatnonzero(self.division.roles)
         if held_out > 0 and len(used) == 1:
@@ -73,7 +78,14 @@ class Corpus:
 
     def hold_out_all(self, *, seed: int, max_bytes: int | None) -> None:
         """For a source of its own to evaluate on."""
-        self.division = divide(self.sizes, seed=seed, held_out=0, max_bytes=max_bytes, max_held_out_bytes=None)
+        self.division = divide(
+            self.sizes,
+            seed=seed,
+            held_out=0,
+            max_bytes=max_bytes,
+            max_held_out_bytes=None,
+            can_cut=self.shape == "text",
+        )
         self.division.roles[self.division.roles == TRAIN] = HELD_OUT
 
     def _halve(self, index: int, held_out: float, max_held_out_bytes: int | None) -> None:

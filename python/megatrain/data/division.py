@@ -18,16 +18,24 @@ class Division:
 
 
 def divide(
-    sizes: np.ndarray, *, seed: int, held_out: float, max_bytes: int | None, max_held_out_bytes: int | None
+    sizes: np.ndarray,
+    *,
+    seed: int,
+    held_out: float,
+    max_bytes: int | None,
+    max_held_out_bytes: int | None,
+    can_cut: bool = True,
 ) -> Division:
     """sizes: int64 [records], bytes; records of 0 bytes are left aside. Records are drawn in an order that
     depends on the seed: at most about max_bytes together, of which about the share `held_out` (0 to below 1)
-    is held out, at least one record and not all of them; of these, at most about max_held_out_bytes are used."""
+    is held out, at least one record and not all of them; of these, at most about max_held_out_bytes are used. A
+    record larger than a limit is cut to it where it comes first and `can_cut`; else it is not used, unless there
+    would be none."""
     roles = np.zeros(len(sizes), dtype=np.uint8)
     limits: dict[int, int] = {}
     order = np.random.default_rng(seed).permutation(len(sizes))
     order = order[sizes[order] > 0]
-    order = _within(order, sizes, max_bytes, limits)
+    order = _within(order, sizes, max_bytes, limits, can_cut)
     counted = sizes[order]
     roles[order] = TRAIN
     if held_out > 0 and len(order) > 1:
@@ -35,17 +43,19 @@ def divide(
         count = min(max(count, 1), len(order) - 1)
         chosen = order[:count]
         roles[chosen] = ASIDE
-        roles[_within(chosen, sizes, max_held_out_bytes, limits)] = HELD_OUT
+        roles[_within(chosen, sizes, max_held_out_bytes, limits, can_cut)] = HELD_OUT
     return Division(roles, limits)
 
 
-def _within(order: np.ndarray, sizes: np.ndarray, limit: int | None, limits: dict[int, int]) -> np.ndarray:
-    """The records of `order` that fit into `limit` bytes together; the first is taken in any case, and noted in
-    `limits` if it is too large."""
+def _within(
+    order: np.ndarray, sizes: np.ndarray, limit: int | None, limits: dict[int, int], can_cut: bool
+) -> np.ndarray:
+    """The records of `order` that fit into `limit` bytes together; at least one, which is noted in `limits` if it
+    has to be cut."""
     if limit is None or not len(order):
         return order
     first = int(order[0])
-    if sizes[first] > limit:
+    if can_cut and sizes[first] > limit:
         limits[first] = min(limit, limits.get(first, limit))
         return order[:1]
     total, kept = 0, []
@@ -53,4 +63,4 @@ def _within(order: np.ndarray, sizes: np.ndarray, limit: int | None, limits: dic
         if total + int(sizes[index]) <= limit:
             kept.append(index)
             total += int(sizes[index])
-    return np.array(kept, dtype=order.dtype)
+    return np.array(kept, dtype=order.dtype) if kept else order[:1]

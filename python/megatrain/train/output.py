@@ -69,6 +69,7 @@ class RunDirectory:
         try:
             write(partial)
             if final.exists():
+                shutil.rmtree(before, ignore_errors=True)  # of a run that was killed here
                 final.rename(before)
             partial.rename(final)
         finally:

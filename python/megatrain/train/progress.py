@@ -1,6 +1,7 @@
 """Lines of progress, with a bar below them on a terminal."""
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol, TextIO
 
 if TYPE_CHECKING:
@@ -17,6 +18,15 @@ class Progress(Protocol):
 
 def open_progress(steps: int, stream: TextIO) -> Progress:
     return _TerminalProgress(steps, stream) if stream.isatty() else _PlainProgress(steps, stream)
+
+
+def reading(stream: TextIO) -> AbstractContextManager[object]:
+    """On a terminal, a sign of life while data are read, which may take long."""
+    if not stream.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(file=stream).status("reading and tokenizing the data")
 
 
 def describe(interval: "Interval") -> str:
@@ -84,8 +94,8 @@ class _TerminalProgress:
 
     def show(self, interval: "Interval") -> None:
         step = interval.records[-1].step
-        self.bar_.console.print(f"step {step}  {describe(interval)}", highlight=False, markup=False)
+        self.note(f"step {step}  {describe(interval)}")
         self.bar_.update(self.task_, completed=step, refresh=True)
 
     def note(self, line: str) -> None:
-        self.bar_.console.print(line, highlight=False, markup=False)
+        self.bar_.console.print(line, highlight=False, markup=False, soft_wrap=True)

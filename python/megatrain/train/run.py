@@ -25,7 +25,7 @@ from .loop import Interval, run_steps
 from .model import resolve_dtype, stream
 from .output import RunDirectory
 from .prepare import Prepared, is_packed, prepare
-from .progress import open_progress
+from .progress import open_progress, reading
 from .sample import Samples
 from .signals import Terminated
 from .trackers import check_trackers
@@ -37,7 +37,8 @@ def run(settings: TrainSettings) -> None:
     _quiet(transformers.logging)
     check_trackers(settings.report_to)
     directory = RunDirectory(settings.output)
-    prepared = prepare(settings)
+    with reading(sys.stdout):
+        prepared = prepare(settings)
     model = stream(prepared.source, settings)
     _introduce(settings, prepared, model)
     _check_packing(model, prepared, settings)
@@ -90,24 +91,20 @@ def _amount(corpus: Any, role: int) -> str:
 def _check_packing(model: megatrain.StreamedModel, prepared: Prepared, settings: TrainSettings) -> None:
     if not is_packed(prepared.rows):
         return
-
-    def logits(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        with torch.no_grad():
-            # As in a step: with a cache, transformers takes positions for continued text.
-            found: torch.Tensor = model(**batch, use_cache=False).logits
-        return found
-
+    # A compiled block is compiled anew for each shape: then in the shape of the run.
+    compiled = model.device.type == "cuda" if settings.compile == "auto" else settings.compile
+    micro_batch = settings.batch.micro_batch
+    rows, length = (micro_batch, prepared.rows.length) if compiled else (min(2, micro_batch), 24)
+    length = max(4, min(length, prepared.rows.length))
     advice = "; set data.packing: false"
-    model.eval()
     try:
-        size = min(12, settings.sequence_length // 2)
-        leak = leaks_between_documents(logits, prepared.tokenizer.size, model.dtype, size=size)
+        leak = leaks_between_documents(
+            lambda batch: model.evaluate(batch).loss, prepared.tokenizer.size, model.dtype, rows=rows, length=length
+        )
     except TypeError as error:
         raise UserError(f"model: takes no position_ids, so documents cannot be packed: {error}{advice}") from error
     except UnsupportedModelError as error:
         raise UserError(f"model: {one_line(error)}") from error
-    finally:
-        model.train()
     if leak is not None:
         raise UserError(f"model: does not keep packed documents apart: {leak}{advice}")
 
