@@ -6,6 +6,8 @@ from typing import Any
 
 import chat_templates as templates
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from megatrain.data import DataError, Encoder, TextTokenizer
 from megatrain.data.records import BadRecord, BadValueError, Record
@@ -229,6 +231,48 @@ def test_no_template() -> None:
     marked = templates.with_template(templates.byte_level(), templates.CHATML_MARKED)
     example = to_example(TURNS, "messages", chat_template=True)
     assert own.encode(example).targets.tolist() == encode(marked, TURNS).targets.tolist()
+
+
+TWICE_MARKED = templates.CHATML_MARKED.replace(
+    "{% generation %}{{ message.content + '<|im_end|>' }}",
+    "{% generation %}{{ message.content }}{% endgeneration %}{% generation %}{{ '<|im_end|>' }}",
+)
+
+
+def test_several_marks_in_a_turn() -> None:
+    tokenizer = templates.with_template(templates.byte_level(), TWICE_MARKED)
+    for loss in ("assistant", "completion"):
+        once = encode(templates.with_template(templates.byte_level(), templates.CHATML_MARKED), TURNS, loss)
+        assert encode(tokenizer, TURNS, loss).targets.tolist() == once.targets.tolist()
+    nothing = templates.CHATML_MARKED.replace("{% generation %}", "{% if false %}{% generation %}").replace(
+        "{% endgeneration %}", "{% endgeneration %}{% endif %}"
+    )
+    with pytest.raises(BadValueError, match="marks nothing that the assistant writes"):
+        encode(templates.with_template(templates.byte_level(), nothing), TURNS)
+
+
+_SAID = st.text(st.sampled_from(list("ab. \n\t'🙂ö<|{")), max_size=12)
+
+
+@settings(max_examples=150, deadline=None)
+@given(said=st.lists(st.tuples(_SAID, _SAID), min_size=1, max_size=4), system=st.one_of(st.none(), _SAID))
+@pytest.mark.parametrize("make", [templates.byte_level, templates.metaspace])
+def test_asked_and_marked_templates_agree(make: Any, said: list[tuple[str, str]], system: str | None) -> None:
+    """Whatever is said: the two ways learn the same tokens, which are the tokenizer's own, or refuse both."""
+    value = chat(*([(S, system)] if system is not None else []), *(pair for u, a in said for pair in ((U, u), (A, a))))
+    found = []
+    for template in (templates.CHATML, templates.CHATML_MARKED):
+        tokenizer = templates.with_template(make(), template)
+        try:
+            encoded = encode(tokenizer, value)
+        except BadValueError as error:
+            assert "one token goes over the place" in str(error)
+            found.append(None)
+            continue
+        own = tokenizer.tokenizer.apply_chat_template(value["messages"], return_dict=True)["input_ids"]
+        assert encoded.ids.tolist() == list(own)
+        found.append(encoded.targets.tolist())
+    assert found[0] == found[1]
 
 
 def test_an_empty_answer_is_its_end() -> None:

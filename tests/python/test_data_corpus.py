@@ -25,6 +25,7 @@ from megatrain.data import (
     PieceWriter,
     TextTokenizer,
     TokenWriter,
+    WorkerError,
     look,
     open_source,
 )
@@ -146,6 +147,15 @@ def test_bad_lines_are_skipped_reported_and_counted(tmp_path: Path) -> None:
     assert (many.bad.count, len(told), told[-1]) == (100, 11, "further bad lines are only counted")
 
 
+def test_a_file_that_changes_between_the_looks_is_told(tmp_path: Path) -> None:
+    for rows in (1, 3):
+        corpus = corpus_of(jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * 2))
+        corpus.divide(**EVERYTHING)
+        jsonl(tmp_path / "a.jsonl", [{"text": "a"}] * rows)
+        with pytest.raises(DataError, match=r"a.jsonl: has changed while it was read"):
+            encoded(corpus, tmp_path)
+
+
 def test_nothing_to_use_is_an_error(tmp_path: Path) -> None:
     for name, text in (("a.txt", ""), ("a.jsonl", "\n \n"), ("b.jsonl", '{"text": ""}')):
         (tmp_path / name).write_text(text)
@@ -257,7 +267,7 @@ class _Dies(Encoder):
 
 def test_a_worker_that_dies_or_fails_is_told() -> None:
     records = [Record(f"a:{i}", {"text": "a"}) for i in range(300)]
-    with pytest.raises(RuntimeError, match="one of 1 data workers ended unexpectedly"):
+    with pytest.raises(WorkerError, match="one of 1 data workers ended unexpectedly"):
         list(encode_all(_Dies(TOKENIZER, "text"), iter(records), workers=1))
     chats = [Record("a:1", {"messages": [{"role": "assistant", "content": "b"}]})]
     with pytest.raises(DataError, match="no chat template"):

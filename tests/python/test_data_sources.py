@@ -229,6 +229,13 @@ def test_files_directories_and_patterns(tmp_path: Path) -> None:
     assert [value["text"] for value in values(f"{tmp_path}/**/*.jsonl")] == ["a.jsonl", "b.jsonl", "deep/c.jsonl"]
     several = open_source([str(tmp_path / "b.jsonl"), str(tmp_path / "a.jsonl")], key="data.path")
     assert [record.value["text"] for record in several.records()] == ["b.jsonl", "a.jsonl"]  # type: ignore[union-attr]
+    write(tmp_path / "README.md", "about the records")
+    (tmp_path / ".cache").mkdir()
+    write(tmp_path / ".cache" / "old.jsonl", "{}")
+    assert len(values(tmp_path)) == 3
+    (tmp_path / "texts").mkdir()
+    write(tmp_path / "texts" / "one.md", "one")
+    assert len(values(tmp_path / "texts")) == 1
     (tmp_path / "bare").mkdir()
     for path, message in (
         (tmp_path / "absent.txt", "absent.txt: no such file"),
@@ -238,6 +245,11 @@ def test_files_directories_and_patterns(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=f"^data.path .*{message}"):
             read(path)
+    cut = gzip.compress(b'{"text": "a"}\n' * 999)[:40]
+    with pytest.raises(DataError, match=r"cut.jsonl.gz: Compressed file ended"):
+        read(write(tmp_path / "cut.jsonl.gz", cut))
+    with pytest.raises(DataError, match=r"no.jsonl.gz: Not a gzipped file"):
+        read(write(tmp_path / "no.jsonl.gz", "{}"))
     with pytest.raises(DataError, match=r"only .jsonl, .ndjson, .json, .csv, .tsv may be compressed"):
         read(write(tmp_path / "a.txt.gz", gzip.compress(b"a")))
 

@@ -172,6 +172,16 @@ def test_bad_lines_are_reported_counted_and_left_out(here: Path, capsys: pytest.
     assert "2 bad lines left out" in shown.out
 
 
+def test_a_template_without_an_end_is_noted(here: Path) -> None:
+    endless = templates.CHATML.replace("<|im_end|>", "")
+    Path("plain.jinja").write_text(endless)
+    prepared = prepare(load_settings("run.yaml", ["data.chat_template=plain.jinja"]))
+    assert prepared.notes == [
+        "the chat template puts no end-of-turn token behind an answer, so the model will not learn to stop"
+    ]
+    assert prepare(load_settings("run.yaml")).notes == []
+
+
 def test_epochs_are_whole_passes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("steps=null", "epochs=2", "data.held_out=0", "sample.tokens=0", "data.packing=false") == 0
     assert "2.00 passes over the data" in capsys.readouterr().out

@@ -12,6 +12,7 @@ from .records import BadRecord, DataError, Record
 from .sources import Source, open_source
 from .store import TokenStore, TokenWriter
 from .text_tokenizer import TextTokenizer
+from .workers import WorkerError
 
 __all__ = [
     "BadLines",
@@ -30,6 +31,7 @@ __all__ = [
     "TextTokenizer",
     "TokenStore",
     "TokenWriter",
+    "WorkerError",
     "in_order",
     "look",
     "open_source",

@@ -66,28 +66,33 @@ class ChatEncoder:
 
     def _by_marks(self, example: ChatExample, loss: str) -> tuple[list[int], list[bool]]:
         """The template says itself, by {% generation %}, what the assistant writes."""
-        encoded = self._tokenizer.apply_chat_template(
-            example.messages,
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        render: Any = render_jinja_template
+        texts, marks = render(
+            conversations=[example.messages],
             tools=example.tools,
             chat_template=self._template,
-            return_dict=True,
             return_assistant_tokens_mask=True,
+            **self._tokenizer.special_tokens_map,
         )
-        marks = [bool(mark) for mark in encoded["assistant_masks"]]
-        runs = _runs(marks)
+        text: str = texts[0]
+        spans = [Span(begin, end) for begin, end in marks[0] if end > begin]
         turns = [number for number, message in enumerate(example.messages) if message["role"] == "assistant"]
-        if loss == "completion":
-            runs = runs[-1:]
-        elif example.trained_from:
-            if len(runs) != len(turns):
-                raise BadValueError(f"the chat template marks {len(runs)} turns of the assistant's {len(turns)}")
-            runs = [run for run, number in zip(runs, turns, strict=True) if number >= example.trained_from]
-        if not runs:
+        first = turns[-1] if loss == "completion" else example.trained_from
+        if len(spans) == len(turns):
+            spans = [span for span, number in zip(spans, turns, strict=True) if number >= first]
+        elif first > turns[0]:
+            # Several marks in a turn: those behind the prompt for the first turn that is learned.
+            given = self._render(example.messages[:first], example.tools, prompt=True)
+            if not text.startswith(given):
+                raise BadValueError(
+                    f"the chat template marks {len(spans)} places in {len(turns)} turns of the assistant"
+                )
+            spans = [span for span in spans if span.begin >= len(given)]
+        if not spans:
             raise BadValueError("the chat template marks nothing that the assistant writes")
-        targets = [False] * len(marks)
-        for begin, end in runs:
-            targets[begin:end] = [True] * (end - begin)
-        return list(encoded["input_ids"]), targets
+        return self._targets(text, spans)
 
     def _by_spans(self, example: ChatExample, loss: str) -> tuple[list[int], list[bool]]:
         def render(messages: Messages, prompt: bool) -> str:
@@ -139,9 +144,3 @@ class ChatEncoder:
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
-
-
-def _runs(marks: Sequence[bool]) -> list[tuple[int, int]]:
-    """(begin, end) of each stretch of True."""
-    edges = [i for i in range(len(marks) + 1) if (i < len(marks) and marks[i]) != (i > 0 and marks[i - 1])]
-    return list(zip(edges[::2], edges[1::2], strict=True))

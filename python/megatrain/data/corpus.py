@@ -165,7 +165,16 @@ class Corpus:
             writers[role].add_parts(encoder.text_parts(text))
 
     def _records(self) -> Iterator[Record]:
-        return (record for record in self.source.records() if isinstance(record, Record))
+        """Those that `look` measured, again. DataError if they have become others meanwhile."""
+        count = 0
+        for record in self.source.records():
+            if isinstance(record, Record):
+                count += 1
+                if count > len(self.sizes):
+                    break
+                yield record
+        if count != len(self.sizes):
+            raise DataError(f"{self.source.names[0]}: has changed while it was read")
 
     def _examples(self) -> Iterator[tuple[int, TextExample]]:
         """Those that have a role, with their numbers."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,15 +48,16 @@ class Source:
             elif Path(name).is_file():
                 try:
                     yield from _reader(Path(name))(Path(name))
-                except OSError as error:
-                    raise DataError(f"{name}: {error.strerror or error}") from None
+                except (OSError, EOFError, zlib.error) as error:
+                    raise DataError(f"{name}: {getattr(error, 'strerror', None) or error}") from None
             else:
                 yield from read_dataset(name, self.subset, self.split)
 
 
 def open_source(path: str | Sequence[str], *, key: str, subset: str | None = None, split: str = "train") -> Source:
     """Find what `path` (or each of several) names; DataError, beginning with the setting's `key`, if it is not
-    there. A directory stands for the data files in it, a pattern (*, ?, **) for what it matches."""
+    there. A directory stands for the data files in it (for the texts only if there
+    is nothing else), a pattern (*, ?, **) for what it matches."""
     names: list[str] = []
     for entry in [path] if isinstance(path, str) else path:
         names += _expanded(entry, key)
@@ -69,10 +71,13 @@ def _expanded(entry: str, key: str) -> list[str]:
     if path.is_dir():
         if is_saved_dataset(path):
             return [entry]
-        found = sorted(str(file) for file in path.rglob("*") if file.is_file() and _known(file))
-        if not found:
+        files = [file for file in sorted(path.rglob("*")) if file.is_file() and _known(file)]
+        files = [file for file in files if not any(part.startswith(".") for part in file.relative_to(path).parts)]
+        # Beside records, a text is a README or a licence.
+        records = [file for file in files if _READERS.get(_kind(file)) is not read_text_file]
+        if not files:
             raise DataError(f"{key} {entry}: is a directory without data files ({', '.join(_READERS)})")
-        return found
+        return [str(file) for file in records or files]
     if glob.has_magic(entry):
         found = sorted(name for name in glob.glob(entry, recursive=True) if Path(name).is_file())
         if not found:

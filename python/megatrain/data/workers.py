@@ -17,6 +17,11 @@ from itertools import islice
 from .encode import Encoded, Encoder
 from .records import BadRecord, Record
 
+
+class WorkerError(RuntimeError):
+    """A worker process ended before its work was done."""
+
+
 CHUNK = 64
 """Records that go to a worker at once."""
 
@@ -27,7 +32,7 @@ def encode_all(
     encoder: Encoder, records: Iterator[Record], *, workers: int = 0
 ) -> Iterator[tuple[Record, Encoded | BadRecord]]:
     """Each record with what became of it, in order. 0 workers encode in this process. Holds few chunks at a time,
-    however many records there are. A worker that dies is a RuntimeError."""
+    however many records there are. A worker that dies is a WorkerError."""
     chunks = iter(lambda: list(islice(records, CHUNK)), [])
     if workers == 0:
         for chunk in chunks:
@@ -46,7 +51,7 @@ def encode_all(
             done, future = waiting.popleft()
             yield from zip(done, future.result(), strict=True)
     except BrokenProcessPool:
-        raise RuntimeError(f"one of {workers} data workers ended unexpectedly, killed for its memory perhaps") from None
+        raise WorkerError(f"one of {workers} data workers ended unexpectedly, killed for its memory perhaps") from None
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 

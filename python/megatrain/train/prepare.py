@@ -14,15 +14,18 @@ from megatrain.data import (
     Loader,
     PackedRows,
     PaddedRows,
+    Pieces,
     PieceWriter,
     TextTokenizer,
     TokenWriter,
+    WorkerError,
     look,
     open_source,
     pack,
 )
 from megatrain.data.division import HELD_OUT, TRAIN
 from megatrain.data.loader import Rows
+from megatrain.data.store import IGNORED
 
 from .config import ShapeSettings, TrainSettings
 from .errors import RunError, UserError
@@ -62,7 +65,7 @@ def prepare(settings: TrainSettings, tell: Callable[[str], None] | None = None) 
         return _prepare(settings, tell or _tell)
     except DataError as error:
         raise UserError(str(error)) from error
-    except RuntimeError as error:
+    except WorkerError as error:
         raise RunError(str(error)) from error
 
 
@@ -132,7 +135,7 @@ def _prepare(settings: TrainSettings, tell: Callable[[str], None]) -> Prepared:
         loader=loader,
         held_out=HeldOut(apart or corpus, evaluated) if len(evaluated) else None,
         steps=settings.steps or loader.steps or 1,
-        notes=_notes(bad, training),
+        notes=[*_notes(bad, training), *_unended(rows.pieces, tokenizer, corpus.shape)],
     )
 
 
@@ -173,6 +176,18 @@ def _notes(bad: BadLines, writer: PieceWriter) -> list[str]:
     if writer.skipped:
         notes.append(f"{writer.skipped} examples of more than {writer.length} tokens left out")
     return notes
+
+
+def _unended(pieces: Pieces, tokenizer: TextTokenizer, shape: str) -> list[str]:
+    """A chat whose last learned token is no special one does not teach where to stop."""
+    if shape in ("text", "prompt_completion"):
+        return []
+    labels = pieces.read(0)[1]
+    last = labels[labels != IGNORED][-1]
+    special = {id for id, token in tokenizer.tokenizer.added_tokens_decoder.items() if token.special}
+    if len(labels) == pieces.lengths.max() or last in {*special, tokenizer.end}:
+        return []
+    return ["the chat template puts no end-of-turn token behind an answer, so the model will not learn to stop"]
 
 
 def _read_template(name: str | None) -> str | None:

@@ -31,7 +31,9 @@ class Samples(Hook):
         settings = run.settings.sample
         if settings.tokens == 0:
             return
-        chat = run.prepared.corpus.shape != "text" and bool(run.prepared.tokenizer.tokenizer.chat_template)
+        chat = run.prepared.corpus.shape in ("messages", "sharegpt", "alpaca") and bool(
+            run.prepared.tokenizer.tokenizer.chat_template
+        )
         for prompt in settings.prompt:
             text = draw(
                 run.model,
