@@ -146,6 +146,17 @@ SYSTEM_LAST = """{%- set system = messages[0]['content'] + '\n\n' if messages[0]
 {%- elif message['role'] == 'assistant' -%}{{ ' ' + message['content'] + '</s>' }}{%- endif -%}
 {%- endfor -%}"""
 
+# gpt-oss: channels, and another token at the end of the last turn.
+CHANNELS = """{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{{ '<|im_start|>assistant<|start_header_id|>final<|end_header_id|>' + message.content }}
+{{- '<|eot_id|>' if loop.last and not add_generation_prompt else '<|im_end|>' }}
+{%- else -%}
+{{ '<|im_start|>' + message.role + '<|end_header_id|>' + message.content + '<|im_end|>' }}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant' }}{% endif -%}"""
+
 # No end-of-turn token but at the very end.
 PLAIN = """{%- for message in messages -%}
 {{ '### ' + message['role'] + ':\n' + message['content'] + '\n\n' }}

@@ -163,6 +163,20 @@ def test_tools_and_reasoning_that_is_dropped_later() -> None:
     assert tokenizer.decode(found.ids).startswith(start.format("system") + "# Tools\n" + shown + end)
 
 
+def test_a_last_turn_that_ends_otherwise() -> None:
+    head, end = "<|im_start|>{}<|end_header_id|>", "<|im_end|>"
+    check(
+        templates.with_template(templates.byte_level(), templates.CHANNELS),
+        TURNS,
+        [
+            head.format("system") + "Be kind." + end + head.format("user") + "Hello!" + end + "<|im_start|>assistant",
+            "<|start_header_id|>final<|end_header_id|>How are you?<|im_end|>",
+            head.format("user") + "Fine. \n" + end + "<|im_start|>assistant",
+            "<|start_header_id|>final<|end_header_id|>I am glad\n\nto hear that.<|eot_id|>",
+        ],
+    )
+
+
 def test_what_cannot_be_told_is_refused() -> None:
     """The system's words move to the last question, so that no earlier turn has the prompt it was given under."""
     tokenizer = templates.with_template(templates.byte_level(), templates.SYSTEM_LAST)

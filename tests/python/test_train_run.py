@@ -231,6 +231,32 @@ def test_evaluation_best_and_early_stop(here: Path, capsys: pytest.CaptureFixtur
     assert AutoTokenizer.from_pretrained("runs/a/best").chat_template == templates.CHATML
 
 
+def test_the_example_of_chats(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    example = Path(__file__).parents[2] / "examples" / "chats.yaml"
+    overrides = [
+        "model=base",
+        "data=chats.jsonl",
+        "sequence_length=64",
+        "device=cpu",
+        "sample.tokens=3",
+        "eval.every=4",
+    ]
+    assert main(["train", str(example), *(part for entry in overrides for part in ("--set", entry))]) == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "2.00 passes over the data" in shown.out
+    assert Path("runs/chats/model/config.json").is_file()
+    assert Path("runs/chats/best/config.json").is_file()
+
+
+def test_the_settings_in_the_training_page_are_valid(here: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    Path("page.yaml").write_text(page.split("```yaml\n")[1].split("```")[0])
+    settings = load_settings("page.yaml")
+    assert settings.epochs == 2
+    assert settings.report_to == ["tensorboard"]
+
+
 def test_samples_every_so_many_steps(here: Path) -> None:
     assert train("steps=5", "sample={every: 2, tokens: 3}") == 0
     assert [record["step"] for record in records("sample")] == [2, 4, 5]

@@ -98,6 +98,11 @@ def _end(
             end = _behind_last(ends, text, content.end, content.end + shared)
             if end is not None:
                 return end
+            # Or each time a special token right behind the content, if not the same one: some templates end the
+            # last turn in another way.
+            here, there = ends.match(text, content.end), ends.match(tail)
+            if here and there and not messages[index].get("tool_calls"):
+                return here.end()
     raise _unclear(index, "no end-of-turn token follows it")
 
 

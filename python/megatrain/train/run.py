@@ -65,6 +65,7 @@ def _introduce(settings: TrainSettings, prepared: Prepared, model: megatrain.Str
     corpus, rows = prepared.corpus, prepared.rows
     tokens = rows.pieces.tokens
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    passes = settings.epochs or prepared.steps / prepared.loader.steps_per_pass
     held_out = prepared.held_out
     held = _amount(held_out.corpus, HELD_OUT) if held_out else "nothing"
     print(
@@ -77,7 +78,7 @@ def _introduce(settings: TrainSettings, prepared: Prepared, model: megatrain.Str
     print(
         f"model: {prepared.source.config.model_type}, {parameters / 1e6:.1f} M parameters, "
         f"{str(resolve_dtype(settings)).removeprefix('torch.')}; "
-        f"{prepared.steps} steps, {prepared.steps / prepared.loader.steps_per_pass:.2f} passes over the data",
+        f"{prepared.steps} steps, {passes:.2f} passes over the data",
         flush=True,
     )
 
