@@ -65,6 +65,11 @@ CHATML = """{%- for message in messages -%}
 {%- endfor -%}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif -%}"""
 
+# Qwen 2.5 and SmolLM 2: words of the system where none are given.
+DEFAULT_SYSTEM = (
+    "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\\nBe helpful.<|im_end|>\\n' }}{% endif %}" + CHATML
+)
+
 # The same with marks.
 CHATML_MARKED = """{%- for message in messages -%}
 {%- if message.role == 'assistant' -%}

@@ -48,6 +48,7 @@ def check(tokenizer: TextTokenizer, value: dict[str, Any], parts: list[str], los
 
 
 TURNS = chat((S, "Be kind."), (U, "Hello!"), (A, "How are you?"), (U, "Fine. \n"), (A, "I am glad\n\nto hear that."))
+REST = [(A, "How are you?"), (U, "Fine. \n"), (A, "I am glad\n\nto hear that.")]
 CHATML_PARTS = [
     "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHello!<|im_end|>\n<|im_start|>assistant\n",
     "How are you?<|im_end|>",
@@ -62,6 +63,26 @@ def test_every_turn_of_the_assistant(template: str) -> None:
     tokenizer = templates.with_template(templates.byte_level(), template)
     check(tokenizer, TURNS, CHATML_PARTS)
     check(tokenizer, TURNS, CHATML_PARTS, "assistant")
+
+
+def test_words_of_the_system_by_default() -> None:
+    tokenizer = templates.with_template(templates.byte_level(), templates.DEFAULT_SYSTEM)
+    check(tokenizer, TURNS, CHATML_PARTS)
+    default = "<|im_start|>system\nBe helpful.<|im_end|>\n"
+    parts = [CHATML_PARTS[0].replace("<|im_start|>system\nBe kind.<|im_end|>\n", default), *CHATML_PARTS[1:]]
+    check(tokenizer, chat((U, "Hello!"), *REST), parts)
+    first = chat((A, "Hello!"), (U, "Hi."), (A, "Good."))  # the assistant speaks first: nothing was asked before
+    check(
+        tokenizer,
+        first,
+        [
+            default + "<|im_start|>assistant\n",
+            "Hello!<|im_end|>",
+            "\n<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\n",
+            "Good.<|im_end|>",
+            "\n",
+        ],
+    )
 
 
 @pytest.mark.parametrize("template", [templates.CHATML, templates.CHATML_MARKED], ids=["asked", "marked"])

@@ -201,6 +201,17 @@ def test_a_separate_file_to_evaluate_on(here: Path) -> None:
     assert [record["step"] for record in records("eval_loss")] == [1, 2]
 
 
+def test_splits_of_a_saved_dataset(here: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    made = datasets.Dataset.from_list(CHATS)
+    datasets.DatasetDict({"train": made, "test": made.select(range(7))}).save_to_disk("saved")
+    data = "data={path: saved, validation: saved, validation_split: test}"
+    prepared = prepare(load_settings("run.yaml", [data]))
+    assert prepared.held_out is not None
+    assert (prepared.corpus.count(1), prepared.held_out.corpus.count(2)) == (60, 7)
+    assert train(data, "steps=1", "sample.tokens=0") == 0
+
+
 def test_evaluation_best_and_early_stop(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A learning rate that ruins the model: the best evaluation comes early, and the run stops."""
     arguments = ["eval={every: 2, patience: 2, keep_best: true}", "sample.tokens=0", "optimizer.lr=0.5", "steps=40"]

@@ -65,13 +65,14 @@ def _begin(render: Render, messages: Messages, index: int, text: str, content_be
     prompt = _try(render, messages[:index], True)
     if prompt is not None and text.startswith(prompt) and len(prompt) <= content_begin:
         return len(prompt)
-    # What comes before is rendered otherwise once more follows (reasoning that is dropped, for instance). The
-    # header that a generation prompt adds is still the place, if it stands right before the content.
-    known = _try(render, messages[:index], False)
-    if prompt is not None and known is not None and prompt.startswith(known):
-        header = prompt[len(known) :]
-        if header and text[:content_begin].endswith(header):
-            return content_begin
+    # What comes before is rendered otherwise once more follows (reasoning that is dropped, for instance), or nothing
+    # comes before. The header that a generation prompt adds is still the place, if it stands right before the content.
+    for stop in (index, index + 1):
+        prompt, known = _try(render, messages[:stop], True), _try(render, messages[:stop], False)
+        if prompt is not None and known is not None and prompt.startswith(known):
+            header = prompt[len(known) :]
+            if header and text[:content_begin].endswith(header):
+                return content_begin
     raise _unclear(index, "the chat up to it is rendered otherwise than as a prompt")
 
 

@@ -45,6 +45,9 @@ class DataSettings(Settings):
     validation: Texts = Field(
         default_factory=list, description="What to evaluate on, named as in path; instead of held_out."
     )
+    validation_split: str | None = Field(
+        default=None, description="Split of a Hugging Face dataset in validation; null: as split."
+    )
     held_out: float = Field(
         default=0.05,
         ge=0,

@@ -143,7 +143,8 @@ def _look(
     settings: TrainSettings, key: Literal["path", "validation"], has_template: bool, bad: BadLines, format: str
 ) -> Corpus:
     data = settings.data
-    source = open_source(getattr(data, key), key=f"data.{key}", subset=data.subset, split=data.split)
+    split = data.split if key == "path" else data.validation_split or data.split
+    source = open_source(getattr(data, key), key=f"data.{key}", subset=data.subset, split=split)
     return look(source, format=format, columns=data.columns, chat_template=has_template, bad=bad, key=f"data.{key}")
 
 

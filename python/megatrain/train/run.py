@@ -90,7 +90,8 @@ def _amount(corpus: Any, role: int) -> str:
 
 
 def _check_packing(model: megatrain.StreamedModel, prepared: Prepared, settings: TrainSettings) -> None:
-    if not is_packed(prepared.rows):
+    held_out = prepared.held_out
+    if not is_packed(prepared.rows) and not (held_out and is_packed(held_out.rows)):
         return
     # A compiled block is compiled anew for each shape: then in the shape of the run.
     compiled = model.device.type == "cuda" if settings.compile == "auto" else settings.compile
