@@ -234,11 +234,28 @@ def test_a_template_that_hides_an_answer_is_refused() -> None:
         encode(templates.with_template(templates.byte_level(), echo), chat((U, "a"), (A, "b"), (U, "c"), (A, "d")))
 
 
-def test_a_token_over_the_edge_is_refused() -> None:
-    """Of three line ends the first two are one token here: one from the header, one from the answer."""
+def test_a_token_over_the_edge_is_cut() -> None:
+    """Of three line ends the first two are one token of the whole: one of the header, one of the answer. Then the
+    prompt has its own tokens, as where a model goes on from it, and the answer has its own."""
     tokenizer = templates.with_template(templates.byte_level(), templates.CHATML)
-    with pytest.raises(BadValueError, match="one token goes over the place where the assistant's turn begins or ends"):
-        encode(tokenizer, chat((U, "Hello!"), (A, "\n\nHow are you?")))
+    value = chat((U, "Hello!"), (A, "\n\nHow are you?"))
+    found = encode(tokenizer, value)
+    prompt = tokenizer.tokenizer.apply_chat_template(
+        value["messages"][:1], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    assert found.ids.tolist()[: len(prompt)] == prompt
+    assert not found.targets[: len(prompt)].any()
+    assert tokenizer.decode(found.ids[found.targets]) == "\n\nHow are you?<|im_end|>"
+    whole = tokenizer.tokenizer.apply_chat_template(value["messages"], tokenize=False)
+    assert tokenizer.decode(found.ids) == whole
+
+
+def test_a_token_over_the_edge_that_cannot_be_cut_is_refused() -> None:
+    """This tokenizer would begin the answer with a space that is not there."""
+    joining = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    tokenizer = templates.with_template(templates.metaspace(), joining)
+    with pytest.raises(BadValueError, match=r"one token goes over the place .*between 'How ar' and 'e you"):
+        encode(tokenizer, chat((U, "How ar"), (A, "e you?")))
 
 
 @pytest.mark.parametrize(
@@ -305,8 +322,11 @@ def test_asked_and_marked_templates_agree(make: Any, said: list[tuple[str, str]]
             found.append(None)
             continue
         own = tokenizer.tokenizer.apply_chat_template(value["messages"], return_dict=True)["input_ids"]
-        assert encoded.ids.tolist() == list(own)
-        found.append(encoded.targets.tolist())
+        assert encoded.ids.tolist() == list(own) or tokenizer.decode(encoded.ids) == tokenizer.decode(own)
+        learned = "".join(f"{a}<|im_end|>" for _, a in said)
+        spelled = tokenizer.decode(encoded.ids[encoded.targets])
+        assert spelled == learned if make is templates.byte_level else len(spelled) > 0
+        found.append((encoded.ids.tolist(), encoded.targets.tolist()))
     assert found[0] == found[1]
 
 

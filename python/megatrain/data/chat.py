@@ -108,22 +108,31 @@ class ChatEncoder:
         return self._targets(text, list(spans.values()))
 
     def _targets(self, text: str, spans: Sequence[Span]) -> tuple[list[int], list[bool]]:
-        """Token by token: the chat cut at the spans' ends must be the same tokens as the chat in one piece, else
-        a token belongs to both sides of a cut."""
+        """Token by token. Where the chat cut at the spans' ends has the tokens of the chat in one piece, which is
+        the rule, or where the cuts fall between tokens, these are taken. Where one token would go over a cut, the
+        parts' own tokens are, as when a model goes on from a prompt; they must spell the parts."""
         ids = self._tokenize(text)
         cuts = [0, *(place for span in spans for place in (span.begin, span.end)), len(text)]
-        pieces = [self._tokenize(text[begin:end]) if end > begin else [] for begin, end in pairwise(cuts)]
-        if [token for piece in pieces for token in piece] == ids:
-            targets = [place % 2 == 1 for place, piece in enumerate(pieces) for _ in piece]
-            return ids, targets
-        # White space before a cut may be other tokens when nothing follows it, and some tokenizers begin a text in
-        # a way of their own; then the place of each cut among the tokens is looked for.
-        places = [0, *(self._place(ids, text, cut) for cut in cuts[1:-1]), len(ids)]
-        targets = [place % 2 == 1 for place, (begin, end) in enumerate(pairwise(places)) for _ in range(end - begin)]
-        return ids, targets
+        parts = [text[begin:end] for begin, end in pairwise(cuts)]
+        pieces = [self._tokenize(part) if part else [] for part in parts]
+        joined = [token for piece in pieces for token in piece]
+        if joined != ids:
+            # White space before a cut may be other tokens when nothing follows it, and some tokenizers begin a text
+            # in a way of their own; then the place of each cut among the tokens is looked for.
+            places = [0, *(self._place(ids, text, cut) for cut in cuts[1:-1]), len(ids)]
+            if all(place is not None for place in places):
+                pieces = [ids[begin:end] for begin, end in pairwise(places)]
+                joined = ids
+            elif self._decode(joined) != text or [self._decode(piece) for piece in pieces] != parts:
+                at = cuts[places.index(None)]
+                raise BadValueError(
+                    f"one token goes over the place where the assistant's turn begins or ends, between "
+                    f"{text[max(0, at - 8) : at]!r} and {text[at : at + 8]!r}; white space there is the usual cause"
+                )
+        return joined, [place % 2 == 1 for place, piece in enumerate(pieces) for _ in piece]
 
-    def _place(self, ids: list[int], text: str, cut: int) -> int:
-        """How many of the ids spell text[:cut]."""
+    def _place(self, ids: list[int], text: str, cut: int) -> int | None:
+        """How many of the ids spell text[:cut]; None if a token goes over the cut."""
         before = self._tokenize(text[:cut])
         if ids[: len(before)] == before:
             return len(before)
@@ -134,12 +143,8 @@ class ChatEncoder:
                 low = middle + 1
             else:
                 high = middle
-        if self._decode(ids[:low]) != text[:cut] or self._decode(ids[low:]) != text[cut:]:
-            raise BadValueError(
-                f"one token goes over the place where the assistant's turn begins or ends, between "
-                f"{text[max(0, cut - 8) : cut]!r} and {text[cut : cut + 8]!r}; white space there is the usual cause"
-            )
-        return low
+        fits = self._decode(ids[:low]) == text[:cut] and self._decode(ids[low:]) == text[cut:]
+        return low if fits else None
 
     def _decode(self, ids: list[int]) -> str:
         text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
