@@ -19,13 +19,10 @@ from megatrain.cli import main
 pytest.importorskip("pydantic")
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from megatrain.train.config_file import check
-from megatrain.train.data import Rows, in_order
-from megatrain.train.loop import run_steps
+from megatrain.data import in_order
+from megatrain.train.config_file import load_settings
 from megatrain.train.model import stream
-from megatrain.train.run import prepare
-from megatrain.train.text import read_documents, split
-from megatrain.train.tokenizer import load_tokenizer
+from megatrain.train.prepare import prepare
 
 CONFIG = """
 model: {type: qwen3, hidden_size: 32, num_hidden_layers: 2, intermediate_size: 48, num_attention_heads: 2,
@@ -80,34 +77,35 @@ def test_train_leaves_a_model_that_transformers_loads(here: Path, capsys: pytest
     assert shown.err == ""
     for part in ("step 1/6", "step 6/6", "tokens/s", "waiting for copies", "lr ", "norm ", "sample:\nthe "):
         assert part in shown.out
-    records = _metrics("runs/tiny")
-    assert [record["step"] for record in records if "step" in record] == [1, 2, 3, 4, 5, 6]
-    assert [record["lr"] for record in records if "lr" in record] == pytest.approx(
+    steps = [record for record in _metrics("runs/tiny") if "loss" in record]
+    assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
+    assert [record["lr"] for record in steps] == pytest.approx(
         [5e-3, 1e-2, *(1e-3 + 9e-3 * 0.5 * (1 + math.cos(math.pi * i / 4)) for i in (1, 2, 3, 4))], rel=1e-12
     )
     losses = _losses("runs/tiny")
     assert losses[0] == pytest.approx(math.log(257), abs=0.3)
     assert losses[-1] < losses[0]
-    measured = records[-1]["bits_per_byte"]
-    assert f"{measured:.3f} bits per byte" in shown.out
+    measured = next(record for record in _metrics("runs/tiny") if "eval_loss" in record)
+    assert f"{measured['bits_per_byte']:.3f} bits per byte" in shown.out
 
     # What was saved scores the held-out text as the streamed model did.
     model = AutoModelForCausalLM.from_pretrained("runs/tiny/model").eval()
     assert model.dtype == torch.float32
-    settings = check(
-        {"model": "runs/tiny/model", "data": {"path": "text.txt", "held_out": 0.2}, "steps": 1}, "test"
-    )
-    _, held_out = split(read_documents(settings.data, 0), 0.2, 0)
+    held_out = prepare(load_settings("run.yaml")).held_out
+    assert held_out is not None
     nats = 0.0
     with torch.no_grad():
-        for batch in in_order(Rows(load_tokenizer(Path("runs/tiny/model")).stream(held_out), 32), 4):
-            logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+        for batch in in_order(held_out.rows, 4):
+            logits = model(
+                input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False
+            ).logits[:, :-1]
             nats += float(
                 torch.nn.functional.cross_entropy(
                     logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), reduction="sum"
                 )
             )
-    assert measured == pytest.approx(nats / math.log(2) / held_out[0].nbytes, rel=1e-5)
+    assert measured["bits_per_byte"] == pytest.approx(nats / math.log(2) / held_out.nbytes, rel=1e-5)
+    assert held_out.nbytes == len(TEXT) - len("".join(next(prepare(load_settings("run.yaml")).corpus.texts(1))))
     tokenizer = AutoTokenizer.from_pretrained("runs/tiny/model")
     assert tokenizer.decode(tokenizer("green").input_ids) == "green"
 
@@ -125,20 +123,19 @@ def test_a_gpu_trains_in_bfloat16(here: Path, capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_saved_logits_equal_streamed_ones(here: Path, dtype: str) -> None:
-    from megatrain.train.config_file import load_settings
-
     settings = load_settings("run.yaml", [f"precision.dtype={dtype}", "steps=3"])
     prepared = prepare(settings)
     model = stream(prepared.source, settings)
-    batches = list(in_order(prepared.rows, 4))
-    run_steps(model, [[batch] for batch in batches[:3]], settings, lambda interval: None)
+    for _ in range(3):
+        model.step(next(prepared.loader))
+    batch = next(prepared.loader)[0]
     model.eval()
     with torch.no_grad():
-        streamed = model(input_ids=batches[3]["input_ids"]).logits
+        streamed = model(input_ids=batch["input_ids"]).logits
     model.save_pretrained("saved")
     loaded = AutoModelForCausalLM.from_pretrained("saved", dtype=getattr(torch, dtype)).eval()
     with torch.no_grad():
-        resident = loaded(input_ids=batches[3]["input_ids"]).logits
+        resident = loaded(input_ids=batch["input_ids"]).logits
     torch.testing.assert_close(streamed, resident, rtol=0, atol=0)
 
 
@@ -160,20 +157,10 @@ def test_a_model_directory_is_trained_on(here: Path, capsys: pytest.CaptureFixtu
     assert main(["train", "tune.yaml"]) == 0
     assert capsys.readouterr().err == ""
     # The first loss is that of the directory's weights on the first rows.
-    settings = check(
-        {"model": "runs/tiny/model", "data": "chats.jsonl", "sequence_length": 16, "steps": 2}, "test"
-    )
-    prepared = prepare(settings)
-    from megatrain.train.data import training_steps
-
-    first = next(
-        training_steps(
-            prepared.rows, check({**settings.model_dump(), "batch": {"micro_batch": 4}}, "").batch, 1, 0
-        )
-    )
+    prepared = prepare(load_settings("tune.yaml"))
     resident = AutoModelForCausalLM.from_pretrained("runs/tiny/model")
     with torch.no_grad():
-        expected = float(resident(**first[0]).loss)
+        expected = float(resident(**next(prepared.loader)[0], use_cache=False).loss)
     assert _losses("runs/tuned")[0] == pytest.approx(expected, rel=1e-6)
     assert (
         AutoTokenizer.from_pretrained("runs/tuned/model").get_vocab()
@@ -232,7 +219,14 @@ MISTAKES = [
     (["model=weightless"], "model weightless: holds no .safetensors weights"),
     (["data=absent.txt"], "data.path absent.txt: no such file"),
     (["data=empty.txt"], "data.path empty.txt: holds no text"),
-    (["data=short.txt"], "shorter than one sequence of 32"),
+    (["data=one.txt"], "too short to hold out a part of it"),
+    (["data=odd.jsonl"], "odd.jsonl:1: no known shape has the keys Text"),
+    (["data=two.jsonl"], "it may be messages or text; say which in data.format"),
+    (["data=chats.jsonl", "data.held_out=0"], "the tokenizer has no chat template"),
+    (["data.chat_template=absent.jinja"], "data.chat_template absent.jinja: No such file"),
+    (["data={path: chats.jsonl, validation: text.txt}"], "text.txt"),
+    (["data=chats.jsonl", "eval.beat_bigram=true"], "eval.beat_bigram is for texts"),
+    (["report_to=wandb"], 'report_to: wandb is not installed; run: pip install "megatrain[wandb]"'),
     (["data=latin.txt"], "latin.txt:1: not UTF-8 text"),
     (["data=bad.jsonl"], "bad.jsonl:2: not JSON"),
     (["output.directory=text.txt/run"], "text.txt is not a directory"),
@@ -256,7 +250,10 @@ def test_mistakes(here: Path, capsys: pytest.CaptureFixture[str], overrides: lis
         if name != "weightless":
             (here / name / "model.safetensors").write_bytes(b"")
     (here / "empty.txt").write_text("")
-    (here / "short.txt").write_text("too short")
+    (here / "one.txt").write_text("x")
+    (here / "odd.jsonl").write_text('{"Text": "a"}\n')
+    (here / "two.jsonl").write_text('{"text": "a", "messages": []}\n')
+    (here / "chats.jsonl").write_text('{"messages": [{"role": "assistant", "content": "a"}]}\n' * 2)
     (here / "latin.txt").write_bytes(b"caf\xe9 " * 100)
     (here / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
     _refused(capsys, here, _train(*overrides), message)
@@ -358,7 +355,9 @@ def test_interrupted_runs_keep_whole_metrics_only(here: Path) -> None:
         error,
     )
     assert sorted(path.name for path in (here / "runs/tiny").iterdir()) == ["config.yaml", "metrics.jsonl"]
-    assert len(_losses("runs/tiny")) >= 4
+    steps = [record["step"] for record in _metrics("runs/tiny") if "loss" in record]
+    # Every step that was finished is there, and no other one.
+    assert steps == list(range(1, int(re.search(r"after step (\d+)", error)[1]) + 1))  # type: ignore[index]
 
 
 def test_a_closed_pipe_is_quiet(here: Path) -> None:

@@ -8,6 +8,7 @@ pytest.importorskip("pydantic")
 from megatrain.train.config import ShapeSettings, TrainSettings
 from megatrain.train.config_file import load_settings
 from megatrain.train.errors import UserError
+from megatrain.train.reference import reference
 
 MINIMAL = "model: {type: qwen3, hidden_size: 32}\ndata: notes.txt\nsteps: 4\n"
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
@@ -23,7 +24,7 @@ def test_defaults_and_short_forms(tmp_path: Path) -> None:
     settings = load_settings(_file(tmp_path, MINIMAL))
     assert isinstance(settings.model, ShapeSettings)
     assert settings.model.fields() == {"hidden_size": 32}
-    assert settings.data.path == "notes.txt"
+    assert settings.data.path == ["notes.txt"]
     assert (settings.batch.micro_batch, settings.slots, settings.precision.dtype) == (8, 2, "auto")
     with pytest.raises(ValueError, match="frozen"):
         settings.steps = 5  # type: ignore[misc]
@@ -35,7 +36,7 @@ def test_overrides_replace_keys_at_any_depth(tmp_path: Path) -> None:
         ["optimizer.lr=1e-4", "data.max_bytes=100", "model=some/dir", "output.directory=runs/x=y", "steps=9"],
     )
     assert settings.optimizer.lr == 1e-4
-    assert (settings.data.path, settings.data.max_bytes) == ("notes.txt", 100)
+    assert (settings.data.path, settings.data.max_bytes) == (["notes.txt"], 100)
     assert settings.model == "some/dir"
     assert settings.output.directory == "runs/x=y"
     assert settings.steps == 9
@@ -58,7 +59,17 @@ def test_exponents_without_a_dot_are_numbers(tmp_path: Path) -> None:
             ["schedule.warmup_step=3"],
             "unknown key 'schedule.warmup_step' (did you mean 'warmup_steps'?)",
         ),
-        (MINIMAL.replace("steps: 4", ""), [], "the key 'steps' is missing"),
+        (MINIMAL.replace("steps: 4", ""), [], "one of the keys 'steps' and 'epochs' is missing"),
+        (MINIMAL, ["epochs=2"], "steps and epochs are both given"),
+        (MINIMAL, ["steps=null", "epochs=0"], "epochs should be greater than 0, got 0"),
+        (MINIMAL, ["schedule.warmup_steps=2", "schedule.warmup_share=0.1"], "are both given; one of them is enough"),
+        (MINIMAL, ["schedule.kind=cosin"], "should be 'cosine', 'constant', 'linear' or 'wsd', got 'cosin'"),
+        (MINIMAL, ["data.held_out=0", "eval.every=5"], "eval.every is 5, but data.held_out is 0"),
+        (MINIMAL, ["eval.patience=2"], "eval.patience is 2, but eval.every is not set"),
+        (MINIMAL, ["data.format=chat"], "data.format should be 'auto', 'text', 'prompt_completion'"),
+        (MINIMAL, ["data.paths=a"], "unknown key 'data.paths' (did you mean 'path'?)"),
+        (MINIMAL, ["data.path=[]"], "data.path should have at least 1 item"),
+        (MINIMAL, ["report_to=mlflow"], "report_to.0 should be 'tensorboard' or 'wandb', got 'mlflow'"),
         (MINIMAL.replace("type: qwen3, ", ""), [], "the key 'model.type' is missing"),
         (MINIMAL, ["model=7"], "model should be a valid string, got 7"),
         (MINIMAL, ["steps=ten"], "steps should be a valid integer"),
@@ -98,6 +109,28 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"data: caf\xe9\n")
     with pytest.raises(UserError, match="not UTF-8 at byte 9"):
         load_settings(str(tmp_path / "latin.yaml"))
+
+
+def test_one_thing_stands_for_a_list_of_one(tmp_path: Path) -> None:
+    overrides = ["data=[a.txt, b.txt]", "data.validation=c.txt", "sample.prompt=Once", "report_to=wandb"]
+    settings = load_settings(_file(tmp_path, MINIMAL), overrides)
+    assert settings.data.path == ["a.txt", "b.txt"]
+    assert settings.data.validation == ["c.txt"]
+    assert settings.sample.prompt == ["Once"]
+    assert settings.report_to == ["wandb"]
+
+
+def test_the_reference_is_that_of_the_schema() -> None:
+    """Else: python -m megatrain.train.reference > docs/configuration.md"""
+    page = (QUICKSTART.parents[1] / "docs" / "configuration.md").read_text()
+    assert page == reference()
+
+
+def test_the_reference_has_every_key() -> None:
+    for model in (TrainSettings, *(f.annotation for f in TrainSettings.model_fields.values())):
+        for name, field in getattr(model, "model_fields", {}).items():
+            assert f"| `{name}` |" in reference()
+            assert field.description.replace("|", "\\|") in reference()
 
 
 def test_the_quickstart_is_valid_and_survives_a_round_trip() -> None:

@@ -34,3 +34,19 @@ def test_constant() -> None:
 def test_warm_up_longer_than_the_run() -> None:
     settings = ScheduleSettings(warmup_steps=8)
     assert [lr_factor(settings, step, 2, 1.0) for step in range(3)] == [0.125, 0.25, 0.375]
+
+
+def test_linear() -> None:
+    settings = ScheduleSettings(kind="linear", warmup_steps=2, min_lr=0.2)
+    factors = [lr_factor(settings, step, 6, 1.0) for step in range(6)]
+    assert factors == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2], rel=1e-12)
+
+
+def test_warm_up_stable_decay() -> None:
+    settings = ScheduleSettings(kind="wsd", warmup_share=0.2, decay_share=0.4, min_lr=0.1)
+    factors = [lr_factor(settings, step, 10, 1.0) for step in range(10)]
+    assert factors == pytest.approx([0.5, 1, 1, 1, 1, 1, 0.775, 0.55, 0.325, 0.1], rel=1e-12)
+    settings = ScheduleSettings(kind="wsd", decay_share=0)
+    assert [lr_factor(settings, step, 3, 1.0) for step in range(3)] == [1.0, 1.0, 1.0]
+    settings = ScheduleSettings(kind="wsd", warmup_steps=3, decay_share=1)  # the fall begins behind the rise
+    assert [lr_factor(settings, step, 5, 1.0) for step in range(5)] == pytest.approx([1 / 3, 2 / 3, 1, 0.5, 0])

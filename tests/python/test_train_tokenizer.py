@@ -7,12 +7,13 @@ import pytest
 pytest.importorskip("pydantic")
 from tokenizers.processors import TemplateProcessing
 
+from megatrain.data import Encoder, TextTokenizer
+from megatrain.data.shapes import TextExample
 from megatrain.train.config import TokenizerSettings
 from megatrain.train.errors import UserError
-from megatrain.train.text import Document
-from megatrain.train.tokenizer import BOUNDARY, TextTokenizer, load_tokenizer, train_tokenizer
+from megatrain.train.tokenizer import BOUNDARY, load_tokenizer, train_tokenizer
 
-CORPUS = [Document(str(i), f"def function_{i}(value):\n    return value + {i}\n" * 20) for i in range(10)]
+CORPUS = [f"def function_{i}(value):\n    return value + {i}\n" * 20 for i in range(10)]
 ODD = "\t naïve 🙂\r\n\x00\n  '''\u2028 ﬁ ̈" + BOUNDARY + "  x = 1  \n"
 
 
@@ -22,7 +23,7 @@ def tokenizer(request: pytest.FixtureRequest) -> TextTokenizer:
 
 
 def test_every_text_comes_back(tokenizer: TextTokenizer) -> None:
-    for text in ("", " ", ODD, CORPUS[3].text, "".join(map(chr, range(0x300)))):
+    for text in ("", " ", ODD, CORPUS[3], "".join(map(chr, range(0x300)))):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
@@ -40,7 +41,7 @@ def test_bytes_are_bytes() -> None:
 def test_bpe_is_shorter_and_the_same_each_time() -> None:
     first, second = (train_tokenizer(TokenizerSettings(vocab_size=300), CORPUS) for _ in range(2))
     assert first.size <= 300
-    assert len(first.encode(CORPUS[0].text)) < 0.6 * len(CORPUS[0].text)
+    assert len(first.encode(CORPUS[0])) < 0.6 * len(CORPUS[0])
     assert first.tokenizer.get_vocab() == second.tokenizer.get_vocab()
     assert first.encode(ODD) == second.encode(ODD)
 
@@ -49,29 +50,27 @@ def test_a_saved_tokenizer_is_the_same(tokenizer: TextTokenizer, tmp_path: Path)
     tokenizer.tokenizer.save_pretrained(str(tmp_path))
     loaded = load_tokenizer(tmp_path)
     assert (loaded.size, loaded.begin, loaded.end) == (tokenizer.size, None, tokenizer.end)
-    for text in (ODD, CORPUS[3].text):
+    for text in (ODD, CORPUS[3]):
         assert loaded.encode(text) == tokenizer.encode(text)
         assert loaded.decode(loaded.encode(text)) == text
 
 
-def test_stream_puts_boundaries_around_documents() -> None:
+def test_boundaries_stand_around_a_document() -> None:
     tokenizer = train_tokenizer(TokenizerSettings(type="bytes"), CORPUS)
     a, b = tokenizer.encode("ab")
     end = tokenizer.end
-    stream = tokenizer.stream([Document("1", "ab"), Document("2", "b")])
-    assert stream.ids.tolist() == [end, a, b, end, b, end]
-    assert stream.labels.tolist() == [-100, a, b, end, b, end]
+    found = Encoder(tokenizer, "text").encode(TextExample("ab"))
+    assert found.ids.tolist() == [end, a, b, end]
+    assert found.targets.tolist() == [False, True, True, True]
 
 
-def test_stream_with_a_begin_token_never_predicts_it() -> None:
+def test_a_begin_token_is_never_predicted() -> None:
     plain = train_tokenizer(TokenizerSettings(type="bytes"), CORPUS)
     a, b = plain.encode("ab")
     begin, end = 7, plain.end
-    stream = TextTokenizer(plain.tokenizer, begin=begin, end=end).stream(
-        [Document("1", "ab"), Document("2", "b")]
-    )
-    assert stream.ids.tolist() == [begin, a, b, end, begin, b, end]
-    assert stream.labels.tolist() == [-100, a, b, end, -100, b, end]
+    found = Encoder(TextTokenizer(plain.tokenizer, begin=begin, end=end), "text").encode(TextExample("ab"))
+    assert found.ids.tolist() == [begin, a, b, end]
+    assert found.targets.tolist() == [False, True, True, True]
 
 
 def test_a_tokenizer_that_adds_a_begin_token(tmp_path: Path) -> None:

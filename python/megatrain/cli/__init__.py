@@ -1,5 +1,5 @@
 """The `megatrain` command. Mistakes of the caller are one line on stderr and exit status 2, failed
-runs one line and 1, Ctrl-C one line and 130."""
+runs one line and 1, Ctrl-C one line and 130, SIGTERM in a run one line and 143."""
 
 import argparse
 import importlib
@@ -30,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         return _fail(error, 2)
     except KeyboardInterrupt as error:
-        return _fail(error if error.args else "interrupted; nothing was written", 130)
+        status = 143 if type(error).__name__ == "Terminated" else 130
+        return _fail(error if error.args else "interrupted; nothing was written", status)
     except BrokenPipeError:
         # The reader of our output has gone; keep the interpreter from complaining at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

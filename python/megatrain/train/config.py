@@ -1,14 +1,11 @@
 """The schema of a training run: every key, its meaning and its limits."""
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
-PYTHON_STDLIB = "python-stdlib"
-
-
-class Settings(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+from .config_data import BatchSettings, DataSettings, Settings, Texts, TokenizerSettings, listed
 
 
 class ShapeSettings(BaseModel):
@@ -23,46 +20,6 @@ class ShapeSettings(BaseModel):
         return dict(self.model_extra or {})
 
 
-class DataSettings(Settings):
-    path: str = Field(
-        min_length=1,
-        description=(
-            'A text file (one document), a .jsonl file of {"text": ...} lines (a document each), or '
-            f"{PYTHON_STDLIB}: the sources of the running Python's standard library."
-        ),
-    )
-    max_bytes: int | None = Field(
-        default=None,
-        ge=1,
-        description="Use at most about this many bytes of text: whole documents, drawn by the seed.",
-    )
-    held_out: float = Field(
-        default=0.05,
-        gt=0,
-        lt=1,
-        description=(
-            "Share of the bytes that is never trained on: whole documents drawn by the seed, or the "
-            "end of the text where there is only one document."
-        ),
-    )
-
-
-class TokenizerSettings(Settings):
-    """The tokenizer of a new model; a model directory brings its own."""
-
-    type: Literal["bpe", "bytes"] = Field(
-        default="bpe", description="bpe: byte-level BPE of the training text; bytes: one token a byte."
-    )
-    vocab_size: int = Field(
-        default=4096, ge=257, description="Of the BPE: 256 bytes, the document boundary and the merges."
-    )
-
-
-class BatchSettings(Settings):
-    micro_batch: int = Field(default=8, ge=1, description="Rows computed at once.")
-    accumulate: int = Field(default=1, ge=1, description="Micro-batches in one optimizer step.")
-
-
 class OptimizerSettings(Settings):
     lr: float = Field(default=1e-5, gt=0, description="Peak learning rate.")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
@@ -70,25 +27,36 @@ class OptimizerSettings(Settings):
     )
     eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
-    max_grad_norm: float | None = Field(
-        default=1.0, gt=0, description="Global norm to clip to; null for no clipping."
-    )
+    max_grad_norm: float | None = Field(default=1.0, gt=0, description="Global norm to clip to; null for no clipping.")
 
 
 class ScheduleSettings(Settings):
-    kind: Literal["cosine", "constant"] = Field(
-        default="cosine", description="Shape of the learning rate after warm-up."
+    kind: Literal["cosine", "constant", "linear", "wsd"] = Field(
+        default="cosine",
+        description=(
+            "Shape of the learning rate after warm-up. cosine and linear fall to min_lr with the last step; wsd stays "
+            "and falls linearly in the last steps."
+        ),
     )
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear rise from lr / warmup_steps.")
-    min_lr: float = Field(default=0.0, ge=0, description="Learning rate of the last step (cosine only).")
+    warmup_share: float | None = Field(
+        default=None, ge=0, le=1, description="Steps of rise as a share of all; instead of warmup_steps."
+    )
+    decay_share: float = Field(default=0.1, ge=0, le=1, description="Share of all steps in which wsd falls.")
+    min_lr: float = Field(default=0.0, ge=0, description="Learning rate of the last step (not of constant).")
+
+    @model_validator(mode="after")
+    def _one_warmup(self) -> "ScheduleSettings":
+        if self.warmup_steps and self.warmup_share is not None:
+            raise ValueError("warmup_steps and warmup_share are both given; one of them is enough")
+        return self
 
 
 class PrecisionSettings(Settings):
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         default="auto",
         description=(
-            "Of the streamed weights. bfloat16 keeps an exact fp32 master. "
-            "auto: bfloat16 on a GPU, float32 on a CPU."
+            "Of the streamed weights. bfloat16 keeps an exact fp32 master. auto: bfloat16 on a GPU, float32 on a CPU."
         ),
     )
     master: Literal["split", "none"] = Field(
@@ -101,7 +69,10 @@ class PrecisionSettings(Settings):
 
 
 class EvalSettings(Settings):
-    max_bytes: int = Field(default=200_000, ge=1, description="Evaluate on at most about as many bytes.")
+    every: int | None = Field(default=None, ge=1, description="Steps between evaluations; null: only at the end.")
+    max_bytes: int | None = Field(
+        default=200_000, ge=1, description="Evaluate on at most about as many bytes; null: on all."
+    )
     context: int = Field(
         default=0,
         ge=0,
@@ -110,13 +81,27 @@ class EvalSettings(Settings):
             "first target of a row sees one token."
         ),
     )
+    patience: int | None = Field(
+        default=None,
+        ge=1,
+        description="Stop after so many evaluations in a row without a new best loss; null: never. Needs every.",
+    )
+    min_delta: float = Field(default=0.0, ge=0, description="By how much a loss must be below the best to be new best.")
+    keep_best: bool = Field(
+        default=False, description="Save the weights of each new best evaluation in best/. Needs every."
+    )
     beat_bigram: bool = Field(
-        default=False, description="Exit with status 1 unless the model beats the byte bigram model."
+        default=False,
+        description="Compare with a byte bigram model of the same text; exit with status 1 unless it is beaten.",
     )
 
 
 class SampleSettings(Settings):
-    prompt: str = Field(default="", description="Text to go on from.")
+    prompt: Texts = Field(
+        default_factory=lambda: [""],
+        description="Text to go on from, or what a user says where the data are chats; one, or a list.",
+    )
+    every: int | None = Field(default=None, ge=1, description="Steps between samples; null: only at the end.")
     tokens: int = Field(default=64, ge=0, description="Tokens to add; 0 for no sample.")
     temperature: float = Field(default=0.8, ge=0, description="0 takes the likeliest token each time.")
 
@@ -134,7 +119,9 @@ class OutputSettings(Settings):
             "name of directory, directory-2, directory-3, ...; error: it stops."
         ),
     )
-    log_every: int = Field(default=10, ge=1, description="Steps between two progress lines.")
+    log_every: int = Field(
+        default=1, ge=1, description="Steps between two lines on the screen; metrics.jsonl has every step."
+    )
 
 
 def _path_or_shape(value: Any) -> str:
@@ -152,15 +139,14 @@ class TrainSettings(Settings):
     )
     sequence_length: int = Field(default=1024, ge=2, description="Tokens in a row.")
     batch: BatchSettings = Field(default_factory=BatchSettings, description="Rows in a step.")
-    steps: int = Field(ge=1, description="Optimizer steps.")
+    steps: int | None = Field(default=None, ge=1, description="Optimizer steps; or give epochs.")
+    epochs: float | None = Field(default=None, gt=0, description="Passes over the data; or give steps.")
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings, description="AdamW.")
     schedule: ScheduleSettings = Field(
         default_factory=ScheduleSettings, description="The learning rate over the steps."
     )
     precision: PrecisionSettings = Field(default_factory=PrecisionSettings, description="Number formats.")
-    device: str = Field(
-        default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda, cuda:1."
-    )
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda, cuda:1.")
     compile: bool | Literal["auto"] = Field(
         default="auto", description="torch.compile the blocks: true, false, or auto, which does on a GPU."
     )
@@ -170,25 +156,47 @@ class TrainSettings(Settings):
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="Of the weights, the split, the order of rows and the sample."
     )
-    eval: EvalSettings = Field(default_factory=EvalSettings, description="The held-out measurement.")
-    sample: SampleSettings = Field(default_factory=SampleSettings, description="The text shown at the end.")
+    eval: EvalSettings = Field(default_factory=EvalSettings, description="Measurements on what is not trained on.")
+    sample: SampleSettings = Field(default_factory=SampleSettings, description="Texts drawn from the model and shown.")
     output: OutputSettings = Field(default_factory=OutputSettings, description="What is kept.")
+    report_to: Annotated[list[Literal["tensorboard", "wandb"]], BeforeValidator(listed)] = Field(
+        default_factory=list,
+        description="Also log to TensorBoard (in tensorboard/ of the run's directory), Weights & Biases, or both.",
+    )
+    project: str = Field(default="megatrain", min_length=1, description="Project of Weights & Biases.")
 
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, values: Any) -> Any:
-        if isinstance(values, dict) and isinstance(values.get("data"), str):
+        if isinstance(values, dict) and isinstance(values.get("data"), str | list):
             return {**values, "data": {"path": values["data"]}}
         return values
 
     @model_validator(mode="after")
     def _agreement(self) -> "TrainSettings":
-        if self.schedule.min_lr > self.optimizer.lr:
-            raise ValueError(
-                f"schedule.min_lr ({self.schedule.min_lr:g}) is above optimizer.lr ({self.optimizer.lr:g})"
-            )
-        if self.eval.context >= self.sequence_length:
-            raise ValueError(
-                f"eval.context ({self.eval.context}) should be below sequence_length ({self.sequence_length})"
-            )
+        for wrong, message in self._disagreements():
+            if wrong:
+                raise ValueError(message)
         return self
+
+    def _disagreements(self) -> Iterator[tuple[bool, str]]:
+        yield self.steps is None and self.epochs is None, "one of the keys 'steps' and 'epochs' is missing"
+        yield self.steps is not None and self.epochs is not None, "steps and epochs are both given; one is enough"
+        yield (
+            self.schedule.min_lr > self.optimizer.lr,
+            f"schedule.min_lr ({self.schedule.min_lr:g}) is above optimizer.lr ({self.optimizer.lr:g})",
+        )
+        yield (
+            self.eval.context >= self.sequence_length,
+            f"eval.context ({self.eval.context}) should be below sequence_length ({self.sequence_length})",
+        )
+        evaluates = self.data.held_out > 0 or bool(self.data.validation)
+        for name in ("every", "beat_bigram"):
+            wanted = getattr(self.eval, name)
+            yield (
+                bool(wanted) and not evaluates,
+                f"eval.{name} is {wanted}, but data.held_out is 0 and there is no data.validation",
+            )
+        for name in ("patience", "keep_best"):
+            wanted = getattr(self.eval, name)
+            yield bool(wanted) and self.eval.every is None, f"eval.{name} is {wanted}, but eval.every is not set"

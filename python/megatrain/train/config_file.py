@@ -78,14 +78,12 @@ def _apply(values: dict[str, Any], override: str) -> None:
     value = _parse(text, f"--set {override}")
     for depth, name in enumerate(names[:-1]):
         inner = values.get(name)
-        if name == "data" and isinstance(inner, str) and depth == 0:
+        if name == "data" and isinstance(inner, str | list) and depth == 0:
             inner = {"path": inner}
         if inner is None:
             inner = {}
         if not isinstance(inner, dict):
-            raise UserError(
-                f"--set {override}: '{'.'.join(names[: depth + 1])}' is {inner!r}, which has no keys"
-            )
+            raise UserError(f"--set {override}: '{'.'.join(names[: depth + 1])}' is {inner!r}, which has no keys")
         values[name] = inner
         values = inner
     values[names[-1]] = value
@@ -101,7 +99,7 @@ def _describe(error: Any) -> str:
         return f"unknown key '{key}'{suggest(location[-1], _known_keys(location[:-1]))}"
     if error["type"] == "missing":
         return f"the key '{key}' is missing"
-    message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ").removeprefix("Value ")
     return f"{key} {message}, got {error['input']!r}" if key else message
 
 

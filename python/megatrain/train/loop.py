@@ -3,16 +3,15 @@ device."""
 
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torch.optim.lr_scheduler import LambdaLR
-
 import megatrain
+from megatrain.interrupts import DeferredInterrupts
 
-from .config import TrainSettings
-from .data import Batch
+from .hooks import Hook, Run
 from .schedule import lr_factor
+from .signals import Termination
 
 
 @dataclass(frozen=True)
@@ -46,41 +45,75 @@ class Interval:
         return sum(record.loss * record.targets for record in self.records) / max(targets, 1)
 
 
-def run_steps(
-    model: megatrain.StreamedModel,
-    batches: Iterable[list[Batch]],
-    settings: TrainSettings,
-    on_interval: Callable[[Interval], None],
-) -> None:
-    """One optimizer step for each list of micro-batches; on_interval hears of the first step, of
-    every settings.output.log_every steps and of the last."""
-    peak = settings.optimizer.lr
-    scheduler = LambdaLR(
-        model.optimizer, lambda step: lr_factor(settings.schedule, step, settings.steps, peak)
-    )
-    model.train()
-    pending: list[tuple[int, float, megatrain.StepReport]] = []
-    tokens, started = 0, time.perf_counter()
-    for step, micro_batches in enumerate(batches, start=1):
-        lr = scheduler.get_last_lr()[0]
-        report = model.step(micro_batches)
-        scheduler.step()
-        pending.append((step, float(lr), report))
-        tokens += report.tokens
-        if step == 1 or step % settings.output.log_every == 0 or step == settings.steps:
-            records = [_read(*entry) for entry in pending]
-            now = time.perf_counter()
-            on_interval(
-                Interval(
-                    records=records,
-                    tokens=tokens,
-                    seconds=now - started,
-                    wait_copy_seconds=sum(report.wait_copy_seconds for _, _, report in pending),
-                    wait_update_seconds=sum(report.wait_update_seconds for _, _, report in pending),
-                )
-            )
-            pending, tokens, started = [], 0, now
-    model.synchronize()
+class _Pending:
+    """Steps whose reports have not been read."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.reports: list[tuple[int, float, megatrain.StepReport]] = []
+        self.tokens = 0
+        self.started = time.perf_counter()
+
+    def interval(self) -> Interval:
+        waits = [(report.wait_copy_seconds, report.wait_update_seconds) for _, _, report in self.reports]
+        return Interval(
+            records=[_read(*entry) for entry in self.reports],
+            tokens=self.tokens,
+            seconds=time.perf_counter() - self.started,
+            wait_copy_seconds=sum(copy for copy, _ in waits),
+            wait_update_seconds=sum(update for _, update in waits),
+        )
+
+
+def run_steps(run: Run, hooks: Sequence[Hook], on_interval: Callable[[Interval], None]) -> None:
+    """Steps until run.steps are done, the data end, or run.stopped is set. on_interval hears of the first step,
+    of every settings.output.log_every steps and of the last. An interrupted step leaves model, position and
+    counts as they were before it."""
+    settings, loader = run.settings, run.prepared.loader
+    pending = _Pending()
+    first = run.step + 1
+    run.model.train()
+
+    def show() -> None:
+        if pending.reports:
+            on_interval(pending.interval())
+        pending.clear()
+
+    with Termination() as termination:
+        try:
+            while run.step < run.steps and run.stopped is None:
+                position, done, model_steps = loader.state_dict(), run.step, run.model.steps
+                micro_batches = next(loader, None)
+                if micro_batches is None:
+                    break
+                lr = settings.optimizer.lr * lr_factor(settings.schedule, run.step, run.steps, settings.optimizer.lr)
+                for group in run.model.optimizer.param_groups:
+                    group["lr"] = lr
+                try:
+                    report = run.model.step(micro_batches)
+                    with DeferredInterrupts():
+                        run.step += 1
+                        pending.reports.append((run.step, lr, report))
+                        pending.tokens += loader.last_tokens
+                        if run.step == first or run.step % settings.output.log_every == 0 or run.step == run.steps:
+                            show()
+                except BaseException:
+                    if run.model.steps == model_steps:
+                        loader.load_state_dict(position)
+                    elif run.step == done:  # the interrupt came right behind the step
+                        run.step += 1
+                    raise
+                began = time.perf_counter()
+                for hook in hooks:
+                    hook.after_step(run)
+                pending.started += time.perf_counter() - began  # the steps' own speed
+                termination.check()
+        finally:
+            with DeferredInterrupts():
+                show()
+    run.model.synchronize()
 
 
 def _read(step: int, lr: float, report: megatrain.StepReport) -> StepRecord:

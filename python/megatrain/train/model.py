@@ -13,10 +13,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 import megatrain
 from megatrain import _native
+from megatrain.data import TextTokenizer
 
 from .config import ShapeSettings, TrainSettings
 from .errors import UserError, one_line, suggest
-from .tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,7 @@ class ModelSource:
         """Refuse a tokenizer or a row that the model has no place for."""
         vocabulary = int(self.config.get_text_config().vocab_size)
         if tokenizer.size > vocabulary:
-            raise UserError(
-                f"model: vocab_size is {vocabulary}, but the tokenizer has {tokenizer.size} tokens"
-            )
+            raise UserError(f"model: vocab_size is {vocabulary}, but the tokenizer has {tokenizer.size} tokens")
         positions = getattr(self.config.get_text_config(), "max_position_embeddings", None)
         if positions is not None and sequence_length > positions:
             raise UserError(f"sequence_length is {sequence_length}, but the model has {positions} positions")
@@ -47,18 +45,14 @@ def open_directory(path: str) -> ModelSource:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        raise UserError(
-            f"model {path}: holds no config.json, so it is no Hugging Face model directory"
-        ) from None
+        raise UserError(f"model {path}: holds no config.json, so it is no Hugging Face model directory") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{file}: {one_line(error)}") from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise UserError(f"{file}: names no model_type")
     if not list(directory.glob("*.safetensors")):
         raise UserError(f"model {path}: holds no .safetensors weights")
-    return ModelSource(
-        _make_config(values["model_type"], lambda cls: cls.from_dict(values), str(file)), directory
-    )
+    return ModelSource(_make_config(values["model_type"], lambda cls: cls.from_dict(values), str(file)), directory)
 
 
 def describe_shape(shape: ShapeSettings, tokenizer: TextTokenizer) -> ModelSource:
@@ -74,9 +68,7 @@ def describe_shape(shape: ShapeSettings, tokenizer: TextTokenizer) -> ModelSourc
         known = {*config_class().to_dict(), *getattr(config_class, "attribute_map", {})} - {"model_type"}
         for name in fields:
             if name not in known:
-                raise UserError(
-                    f"unknown key 'model.{name}' of model type {shape.type}{suggest(name, known)}"
-                )
+                raise UserError(f"unknown key 'model.{name}' of model type {shape.type}{suggest(name, known)}")
         return config_class(**fields)
 
     return ModelSource(_make_config(shape.type, build, "model"), None)
@@ -87,9 +79,7 @@ def _make_config(
 ) -> PretrainedConfig:
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or model_type not in CONFIG_MAPPING:
         hint = suggest(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-        raise UserError(
-            f"{source}: unknown model type '{model_type}'{hint}; it should be a causal language model"
-        )
+        raise UserError(f"{source}: unknown model type '{model_type}'{hint}; it should be a causal language model")
     try:
         return build(CONFIG_MAPPING[model_type])
     except UserError:
@@ -131,8 +121,6 @@ def stream(source: ModelSource, settings: TrainSettings) -> megatrain.StreamedMo
 def resolve_dtype(settings: TrainSettings) -> torch.dtype:
     """auto is fp32 on a CPU, since many CPUs have no fast bf16 products."""
     if settings.precision.dtype == "auto":
-        on_gpu = settings.device.startswith("cuda") or (
-            settings.device == "auto" and _native.cuda_device_count() > 0
-        )
+        on_gpu = settings.device.startswith("cuda") or (settings.device == "auto" and _native.cuda_device_count() > 0)
         return torch.bfloat16 if on_gpu else torch.float32
     return torch.bfloat16 if settings.precision.dtype == "bfloat16" else torch.float32

@@ -12,6 +12,7 @@ import yaml
 
 from .config import OutputSettings, TrainSettings
 from .errors import UserError
+from .trackers import Tracker, open_trackers, send
 
 
 class RunDirectory:
@@ -20,6 +21,8 @@ class RunDirectory:
     def __init__(self, settings: OutputSettings) -> None:
         self.settings_ = settings
         self.path_: Path | None = None
+        self.trackers_: list[Tracker] = []
+        self.step_ = 0
         wanted = Path(settings.directory)
         if _taken(wanted) and settings.if_exists == "error":
             raise UserError(f"output.directory {wanted}: holds something already; name another, or remove it")
@@ -40,24 +43,39 @@ class RunDirectory:
         text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
         (path / "config.yaml").write_text(text, encoding="utf-8")
         self.path_ = path
+        self.trackers_ = open_trackers(settings.report_to, path, settings.project, settings.model_dump(mode="json"))
         return path
 
     def log(self, record: Mapping[str, Any]) -> None:
-        """Add a line to metrics.jsonl; numbers that are not finite become null."""
+        """Add a line to metrics.jsonl, where numbers that are not finite become null, and tell the trackers."""
         assert self.path_ is not None
         values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with (self.path_ / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
+        self.step_ = int(record.get("step", self.step_))
+        send(self.trackers_, self.step_, record)
 
-    def save_model(self, write: Callable[[Path], None]) -> Path:
-        """`write` fills a directory that is then renamed to model/; removed if it fails."""
+    def close(self) -> None:
+        for tracker in self.trackers_:
+            tracker.close()
+        self.trackers_ = []
+
+    def save_model(self, write: Callable[[Path], None], name: str = "model") -> Path:
+        """`write` fills a directory that is then renamed to `name`, in the place of one that is there; removed if
+        it fails."""
         assert self.path_ is not None
-        partial, final = self.path_ / f".model-{os.getpid()}", self.path_ / "model"
+        partial, final = self.path_ / f".{name}-{os.getpid()}", self.path_ / name
+        before = self.path_ / f".{name}-before"
         try:
             write(partial)
+            if final.exists():
+                shutil.rmtree(before, ignore_errors=True)  # of a run that was killed here
+                final.rename(before)
             partial.rename(final)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+            if final.exists():
+                shutil.rmtree(before, ignore_errors=True)
         return final
 
 

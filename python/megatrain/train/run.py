@@ -4,8 +4,7 @@ step, and nothing is written before that step has run."""
 import dataclasses
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,46 +12,47 @@ import torch
 import transformers
 
 import megatrain
+from megatrain.data.division import HELD_OUT, TRAIN
+from megatrain.data.isolation import leaks_between_documents
 from megatrain.errors import UnsupportedModelError
 
 from .bigram import ByteBigram
 from .config import TrainSettings
-from .data import Rows, training_steps
 from .errors import RunError, UserError, one_line
-from .evaluate import bits_per_byte
+from .evaluate import Evaluation, described
+from .hooks import Hook, Run
 from .loop import Interval, run_steps
-from .model import ModelSource, describe_shape, open_directory, resolve_dtype, stream
+from .model import resolve_dtype, stream
 from .output import RunDirectory
-from .progress import open_progress
-from .sample import draw
-from .text import Document, cut, read_documents, split
-from .tokenizer import TextTokenizer, load_tokenizer, train_tokenizer
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Everything but the weights, checked."""
-
-    source: ModelSource
-    tokenizer: TextTokenizer
-    training: list[Document]
-    held_out: list[Document]
-    rows: Rows
+from .prepare import Prepared, is_packed, prepare
+from .progress import open_progress, reading
+from .sample import Samples
+from .signals import Terminated
+from .trackers import check_trackers
 
 
 def run(settings: TrainSettings) -> None:
     """Train, measure, show a sample, save. UserError before the first step, RunError after."""
     started = time.perf_counter()
     _quiet(transformers.logging)
+    check_trackers(settings.report_to)
     directory = RunDirectory(settings.output)
-    prepared = prepare(settings)
+    with reading(sys.stdout):
+        prepared = prepare(settings)
     model = stream(prepared.source, settings)
     _introduce(settings, prepared, model)
-    _train(model, prepared, settings, directory)
+    _check_packing(model, prepared, settings)
     try:
-        _finish(model, prepared, settings, directory, started)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"interrupted after the last step; {_left(directory)}") from None
+        with open_progress(prepared.steps, sys.stdout) as progress:
+            state = Run(model, settings, prepared, directory, progress)
+            hooks: list[Hook] = [Evaluation([_KeepBest()]), Samples()]
+            _train(state, hooks)
+            try:
+                _finish(state, hooks, started)
+            except KeyboardInterrupt as interrupt:
+                raise type(interrupt)(f"{_word(interrupt)} after the last step; {_left(directory)}") from None
+    finally:
+        directory.close()
 
 
 def _quiet(logging: Any) -> None:
@@ -61,85 +61,90 @@ def _quiet(logging: Any) -> None:
     logging.disable_progress_bar()
 
 
-def prepare(settings: TrainSettings) -> Prepared:
-    source = open_directory(settings.model) if isinstance(settings.model, str) else None
-    documents = read_documents(settings.data, settings.seed)
-    training, held_out = split(documents, settings.data.held_out, settings.seed)
-    if source is None:
-        assert not isinstance(settings.model, str)
-        tokenizer = train_tokenizer(settings.tokenizer, training)
-        source = describe_shape(settings.model, tokenizer)
-    else:
-        assert source.directory is not None
-        tokenizer = load_tokenizer(source.directory)
-        if "tokenizer" in settings.model_fields_set:
-            print(
-                f"megatrain: the key 'tokenizer' is not used; {source.directory} has its own", file=sys.stderr
-            )
-    source.check(tokenizer, settings.sequence_length)
-    tokens = tokenizer.stream(training)
-    if len(tokens.ids) < settings.sequence_length:
-        raise UserError(
-            f"data.path {settings.data.path}: {len(tokens.ids)} tokens to train on, "
-            f"shorter than one sequence of {settings.sequence_length}"
-        )
-    return Prepared(source, tokenizer, training, held_out, Rows(tokens, settings.sequence_length))
-
-
 def _introduce(settings: TrainSettings, prepared: Prepared, model: megatrain.StreamedModel) -> None:
-    targets = (
-        settings.steps * settings.batch.micro_batch * settings.batch.accumulate * settings.sequence_length
-    )
-    tokens = len(prepared.rows.stream.ids)
+    corpus, rows = prepared.corpus, prepared.rows
+    tokens = rows.pieces.tokens
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    passes = settings.epochs or prepared.steps / prepared.loader.steps_per_pass
+    held_out = prepared.held_out
+    held = _amount(held_out.corpus, HELD_OUT) if held_out else "nothing"
     print(
-        f"text: {_documents(prepared.training)}, {tokens:,} tokens, "
-        f"vocabulary {prepared.tokenizer.size:,}; held out: {_documents(prepared.held_out)}"
+        f"data: {_amount(corpus, TRAIN)}, {tokens:,} tokens, vocabulary {prepared.tokenizer.size:,}; held out: {held}"
     )
+    if is_packed(rows):
+        print(f"rows: {len(rows):,} of {rows.length}, {tokens / (len(rows) * rows.length):.0%} of them filled")
+    for note in prepared.notes:
+        print(note)
     print(
         f"model: {prepared.source.config.model_type}, {parameters / 1e6:.1f} M parameters, "
         f"{str(resolve_dtype(settings)).removeprefix('torch.')}; "
-        f"{settings.steps} steps, {targets:,} tokens, {targets / tokens:.2f} passes",
+        f"{prepared.steps} steps, {passes:.2f} passes over the data",
         flush=True,
     )
 
 
-def _documents(documents: Sequence[Document]) -> str:
-    size = sum(document.nbytes for document in documents)
-    noun = "document" if len(documents) == 1 else "documents"
-    return f"{len(documents)} {noun}, {size / 1e6:.2f} MB"
+def _amount(corpus: Any, role: int) -> str:
+    count = corpus.count(role)
+    noun = "document" if corpus.shape == "text" else "example"
+    return f"{count} {noun}{'' if count == 1 else 's'}, {corpus.nbytes(role) / 1e6:.2f} MB"
 
 
-def _train(
-    model: megatrain.StreamedModel, prepared: Prepared, settings: TrainSettings, directory: RunDirectory
-) -> None:
-    last_step = 0
+def _check_packing(model: megatrain.StreamedModel, prepared: Prepared, settings: TrainSettings) -> None:
+    held_out = prepared.held_out
+    if not is_packed(prepared.rows) and not (held_out and is_packed(held_out.rows)):
+        return
+    # A compiled block is compiled anew for each shape: then in the shape of the run.
+    compiled = model.device.type == "cuda" if settings.compile == "auto" else settings.compile
+    micro_batch = settings.batch.micro_batch
+    rows, length = (micro_batch, prepared.rows.length) if compiled else (min(2, micro_batch), 24)
+    length = max(4, min(length, prepared.rows.length))
+    advice = "; set data.packing: false"
+    try:
+        leak = leaks_between_documents(
+            lambda batch: model.evaluate(batch).loss, prepared.tokenizer.size, model.dtype, rows=rows, length=length
+        )
+    except TypeError as error:
+        raise UserError(f"model: takes no position_ids, so documents cannot be packed: {error}{advice}") from error
+    except UnsupportedModelError as error:
+        raise UserError(f"model: {one_line(error)}") from error
+    if leak is not None:
+        raise UserError(f"model: does not keep packed documents apart: {leak}{advice}")
+
+
+class _KeepBest(Hook):
+    def new_best(self, run: Run) -> None:
+        if run.settings.eval.keep_best:
+            run.directory.save_model(_writer(run), "best")
+
+
+def _train(state: Run, hooks: list[Hook]) -> None:
+    settings, directory = state.settings, state.directory
 
     def on_interval(interval: Interval) -> None:
-        nonlocal last_step
         if directory.path is None:
             directory.open(settings)
         for record in interval.records:
             directory.log(dataclasses.asdict(record))
-        last_step = interval.records[-1].step
         directory.log(
             {
-                "through_step": last_step,
+                "through_step": interval.records[-1].step,
                 "tokens_per_second": interval.tokens_per_second,
                 "wait_copy_seconds": interval.wait_copy_seconds,
                 "wait_update_seconds": interval.wait_update_seconds,
                 "seconds": interval.seconds,
             }
         )
-        progress.show(interval)
+        state.progress.show(interval)
 
-    batches = training_steps(prepared.rows, settings.batch, settings.steps, settings.seed)
     try:
-        with open_progress(settings.steps, sys.stdout) as progress:
-            run_steps(model, batches, settings, on_interval)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            f"interrupted after step {last_step} of {settings.steps}; {_left(directory)}"
+        run_steps(state, hooks, on_interval)
+        if state.stopped:
+            state.progress.note(f"stopped after step {state.step} of {state.steps}: {state.stopped}")
+    except KeyboardInterrupt as interrupt:
+        for hook in hooks:
+            hook.interrupted(state)
+        raise type(interrupt)(
+            f"{_word(interrupt)} after step {state.step} of {state.steps}; {_left(directory)}"
         ) from None
     except UnsupportedModelError as error:
         raise UserError(f"model: {one_line(error)}") from error
@@ -147,41 +152,43 @@ def _train(
         raise RunError(one_line(error)) from error
 
 
-def _finish(
-    model: megatrain.StreamedModel,
-    prepared: Prepared,
-    settings: TrainSettings,
-    directory: RunDirectory,
-    started: float,
-) -> None:
-    tokenizer = prepared.tokenizer
-
-    def write(path: Path) -> None:
-        model.save_pretrained(str(path))
-        tokenizer.tokenizer.save_pretrained(str(path))
-
-    saved = directory.save_model(write)
-    held_out = cut(prepared.held_out, settings.eval.max_bytes)
-    ours = bits_per_byte(
-        model,
-        tokenizer,
-        held_out,
-        sequence_length=settings.sequence_length,
-        context=settings.eval.context,
-        micro_batch=settings.batch.micro_batch,
-    )
-    bigram = ByteBigram(prepared.training).bits_per_byte(held_out)
-    directory.log({"bits_per_byte": ours, "bigram_bits_per_byte": bigram, "held_out": _documents(held_out)})
-    if settings.sample.tokens:
-        text = draw(
-            model, tokenizer, settings.sample, sequence_length=settings.sequence_length, seed=settings.seed
+def _finish(state: Run, hooks: list[Hook], started: float) -> None:
+    settings, directory = state.settings, state.directory
+    saved = directory.save_model(_writer(state))
+    for hook in hooks:
+        hook.ended(state)
+    note = state.progress.note
+    results, bigram = state.results, None
+    if settings.eval.beat_bigram:
+        bigram = _bigram(state.prepared)
+        state.log({"bigram_bits_per_byte": bigram})
+    if results:
+        held_out = state.prepared.held_out
+        assert held_out is not None
+        line = f"held out ({_amount(held_out.corpus, HELD_OUT)}): {described(results)}"
+        note(line if bigram is None else f"{line}; a byte bigram model: {bigram:.3f}")
+    note(f"saved {saved}; {time.perf_counter() - started:.0f} s in all")
+    if bigram is not None and not results["bits_per_byte"] < bigram:
+        raise RunError(
+            f"{results['bits_per_byte']:.3f} bits per byte does not beat the byte bigram model's {bigram:.3f}"
         )
-        encoding = sys.stdout.encoding or "utf-8"
-        print(f"sample:\n{text.encode(encoding, 'replace').decode(encoding)}\n")
-    print(f"held out ({_documents(held_out)}): {ours:.3f} bits per byte; a byte bigram model: {bigram:.3f}")
-    print(f"saved {saved}; {time.perf_counter() - started:.0f} s in all", flush=True)
-    if settings.eval.beat_bigram and not ours < bigram:
-        raise RunError(f"{ours:.3f} bits per byte does not beat the byte bigram model's {bigram:.3f}")
+
+
+def _bigram(prepared: Prepared) -> float:
+    assert prepared.held_out is not None
+    return ByteBigram(prepared.corpus.texts(TRAIN)).bits_per_byte(prepared.held_out.corpus.texts(HELD_OUT))
+
+
+def _writer(state: Run) -> Callable[[Path], None]:
+    def write(path: Path) -> None:
+        state.model.save_pretrained(str(path))
+        state.prepared.tokenizer.tokenizer.save_pretrained(str(path))
+
+    return write
+
+
+def _word(interrupt: KeyboardInterrupt) -> str:
+    return "terminated" if isinstance(interrupt, Terminated) else "interrupted"
 
 
 def _left(directory: RunDirectory) -> str:

@@ -1,18 +1,17 @@
 """Text to token ids and back: a BPE trained on the spot, plain bytes, or a model's own tokenizer."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import Tokenizer, decoders, pre_tokenizers, trainers
 from tokenizers.models import BPE
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from .config import TokenizerSettings
+from megatrain.data import TextTokenizer
+
+from .config_data import TokenizerSettings
 from .errors import UserError, one_line
-from .text import Document
 
 BOUNDARY = "<|endoftext|>"
 _TOKENIZER_FILES = (
@@ -25,59 +24,7 @@ _TOKENIZER_FILES = (
 )
 
 
-@dataclass(frozen=True)
-class TokenStream:
-    """Documents one after another. ids and labels are int64 of one length; a label of -100 marks a
-    token that is never a target."""
-
-    ids: torch.Tensor
-    labels: torch.Tensor
-
-
-@dataclass(frozen=True)
-class TextTokenizer:
-    """A transformers tokenizer and the tokens put around a document."""
-
-    tokenizer: Any
-    begin: int | None  # in front of each document, given and never predicted
-    end: int  # behind each document, predicted
-
-    @property
-    def size(self) -> int:
-        return len(self.tokenizer)
-
-    def encode(self, text: str) -> list[int]:
-        """Names of special tokens in the text are text."""
-        ids: list[int] = self.tokenizer(
-            text, add_special_tokens=False, split_special_tokens=True, verbose=False
-        ).input_ids
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        text: str = self.tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return text
-
-    def first(self) -> int:
-        """The token that a text begins after."""
-        return self.end if self.begin is None else self.begin
-
-    def stream(self, documents: Sequence[Document]) -> TokenStream:
-        """first() doc end [begin] doc end ...: every token but the first and the begins is a target."""
-        ids = [] if self.begin is not None else [self.end]
-        labels = [] if self.begin is not None else [-100]
-        for document in documents:
-            tokens = [*self.encode(document.text), self.end]
-            if self.begin is not None:
-                ids.append(self.begin)
-                labels.append(-100)
-            ids += tokens
-            labels += tokens
-        return TokenStream(torch.tensor(ids), torch.tensor(labels))
-
-
-def train_tokenizer(settings: TokenizerSettings, documents: Sequence[Document]) -> TextTokenizer:
+def train_tokenizer(settings: TokenizerSettings, texts: Iterable[str]) -> TextTokenizer:
     """Byte-level, so that every text can be encoded and comes back as it was."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if settings.type == "bytes":
@@ -95,7 +42,7 @@ def train_tokenizer(settings: TokenizerSettings, documents: Sequence[Document]) 
             initial_alphabet=alphabet,
             show_progress=False,
         )
-        tokenizer.train_from_iterator((document.text for document in documents), trainer)
+        tokenizer.train_from_iterator(texts, trainer)
     make: Any = PreTrainedTokenizerFast  # untyped
     wrapped = make(tokenizer_object=tokenizer, eos_token=BOUNDARY, clean_up_tokenization_spaces=False)
     return TextTokenizer(wrapped, begin=None, end=wrapped.eos_token_id)
