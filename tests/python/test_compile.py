@@ -12,7 +12,9 @@ from families import FAMILIES
 from resident import assert_close
 
 import megatrain
+from megatrain import BlockPlacement, Placement
 from megatrain.blocks import BlockCaller
+from megatrain.kept import Keeper
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -41,7 +43,9 @@ CASES = [
 ]
 
 
-def run(case: Case, device: object, *, compile: bool) -> tuple[list[float], dict[str, torch.Tensor]]:
+def run(
+    case: Case, device: object, *, compile: bool, placement: Placement | None = None
+) -> tuple[list[float], dict[str, torch.Tensor]]:
     family = BY_NAME[case.family]
     model = megatrain.StreamedModel(
         families.build(family, dropout=case.dropout, **case.model),
@@ -51,6 +55,7 @@ def run(case: Case, device: object, *, compile: bool) -> tuple[list[float], dict
         device=device,
         keep_gradients=True,
         compile=compile,
+        placement=placement,
     )
     second = dict(rows=3, length=11) if case.shapes == 2 else {}
     losses = []
@@ -72,6 +77,34 @@ def test_inductor_equals_eager(case: Case, device: object) -> None:
         assert_close(compiled[parameter], gradient, 1e-4, parameter)
 
 
+def test_inductor_keeps_what_the_placement_says(device: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatrain.kept.SHELF_LEAST_BYTES", 1)
+    kept = [0]
+    keep_one = Keeper.keep
+
+    def counted(keeper: Keeper, tensor: torch.Tensor) -> Any:
+        kept[0] += tensor.numel() * tensor.element_size()
+        return keep_one(keeper, tensor)
+
+    monkeypatch.setattr(Keeper, "keep", counted)
+    case = Case("llama", model=dict(num_hidden_layers=2))
+    eager_losses, eager = run(case, device, compile=False)
+    sizes = []
+    for keep, side, order in (
+        ("inputs", "host", "layer-major"),
+        ("selected", "device", "micro-batch-major"),
+        ("everything", "host", "layer-major"),
+    ):
+        kept[0] = 0
+        placement = Placement(order=order, blocks=(BlockPlacement(keep=keep, kept_on=side),))
+        losses, compiled = run(case, device, compile=True, placement=placement)
+        sizes.append(kept[0])
+        assert losses == pytest.approx(eager_losses, rel=1e-5)
+        for parameter, gradient in eager.items():
+            assert_close(compiled[parameter], gradient, 1e-4, parameter)
+    assert sizes[0] < sizes[1] < sizes[2]
+
+
 def test_one_graph_for_all_layers_of_a_structure(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -81,7 +114,7 @@ def test_one_graph_for_all_layers_of_a_structure(monkeypatch: pytest.MonkeyPatch
     batch = BY_NAME["llama"].batch(1)
     model.step([batch, batch])
     graphs = counter.frame_count
-    assert graphs == 2  # no-grad forward, recompute with gradients; four layers each
+    assert graphs == 1  # the forward with gradients; four layers
     model.step([batch])
     assert counter.frame_count == graphs
 
