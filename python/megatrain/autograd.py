@@ -76,7 +76,9 @@ class _PendingCall:
         owner, block = self.owner, self.call.block
         with owner.weights.on_device(block) as weights:
             self.version = owner.weights.version(block)
-            output = owner.runner.run(self.call, weights, owner.keeping(block, 0), differentiable=True)
+            output = owner.runner.run(
+                self.call, weights, owner.keeping(block, 0), differentiable=True, more_than_once=True
+            )
         self.record = output.record
         self.flat, self.spec = pytree.tree_flatten(output.tree)
         self.fresh = [position for position, leaf in enumerate(output.leaves) if leaf is not None]

@@ -195,10 +195,16 @@ class BlockRunner:
         return pytree.tree_map_only(torch.Tensor, lambda value: own_memory(value, weights), output)
 
     def run(
-        self, call: BlockCall, weights: dict[str, torch.Tensor], keeping: Keeping, *, differentiable: bool
+        self,
+        call: BlockCall,
+        weights: dict[str, torch.Tensor],
+        keeping: Keeping,
+        *,
+        differentiable: bool,
+        more_than_once: bool = False,
     ) -> BlockOutput:
         """The forward. `differentiable`: its gradients will be asked for; outputs then require one if something
-        that went in does."""
+        that went in does. `more_than_once`: they may be asked for again, which then takes a recompute."""
         given = call.tensors()
         differentiable = differentiable and self.has_gradients(call)
         handed_over = [tensor for tensor in given if OutputSlot.of(tensor) is not None]
@@ -213,7 +219,7 @@ class BlockRunner:
             output, inputs = self._with_graph(record, weights, keeping, keeper)
         else:
             output, inputs = self._for_recompute(record, weights, keeping, keeper)
-        keep_inputs = differentiable and record.graph is None
+        keep_inputs = differentiable and (more_than_once or record.graph is None)
         return self._handed_over(record, output, inputs, weights, differentiable, keeper if keep_inputs else None)
 
     def _with_graph(
@@ -316,7 +322,8 @@ class BlockRunner:
         """Of the call's tensors (None where none is needed) and of the block's trainable parameters.
         `output_gradients` follow the flattened output."""
         if record.graph is not None:
-            return record.graph.gradients(weights, output_gradients)
+            graph, record.graph = record.graph, None  # it can be walked once
+            return graph.gradients(weights, output_gradients)
         call = record.call
         kept = call.kept_inputs()
         inputs = [
@@ -326,7 +333,8 @@ class BlockRunner:
         parameters, wanted = self._parameter_leaves(call, weights)
         call.rng.restore(self._device)
         args, kwargs = call.arguments(inputs)
-        with torch.enable_grad(), record.selected.replay() if record.selected is not None else nullcontext():
+        selected, record.selected = record.selected, None
+        with torch.enable_grad(), nullcontext() if selected is None else selected.replay():
             flat, _ = pytree.tree_flatten(self._caller(call.block, parameters, args, kwargs))
         pairs = [
             (value, gradient)

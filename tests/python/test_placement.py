@@ -240,3 +240,28 @@ def test_another_placement_between_steps_changes_nothing(device: object, torch_d
     )
     for name, value in expected.items():
         assert_close(found[name], value, 0 if torch_device == "cpu" else 1e-3, name)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+@pytest.mark.parametrize("side", ["device", "host"])
+def test_two_backwards_of_one_forward(keep: Any, side: Any, device: object, torch_device: str) -> None:
+    def gradients(placement: Placement | None, halves: int) -> dict[str, torch.Tensor]:
+        model = megatrain.StreamedModel(
+            families.build(FAMILIES[1], dropout=True),
+            device=device,
+            placement=placement,
+            compile=False,
+            dtype=torch.float32,
+            keep_gradients=True,
+        )
+        torch.manual_seed(3)
+        loss = model(**batches_of(FAMILIES[1], 0)[0]).loss / halves
+        for half in range(halves):
+            loss.backward(retain_graph=half + 1 < halves)
+        found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        model.close()
+        return found
+
+    expected = gradients(None, 1)
+    for name, value in gradients(Placement(blocks=(BlockPlacement(keep=keep, kept_on=side),)), 2).items():
+        assert_close(value, expected[name], 3e-6 if torch_device == "cpu" else 1e-3, name)
