@@ -88,17 +88,25 @@ def _measure(name: str, micro: int, length: int, accumulate: int, layers: int | 
     )
 
 
-def _seconds(work: Callable[[], None], warm_ups: int = 3, repeats: int = 8) -> float:
-    """Of one call, by events, the mean of all repeats."""
+def _seconds(work: Callable[[], None], warm_ups: int = 3, least: float = 2.0) -> float:
+    """Of one call: calls go on for `least` seconds, as long as half a step, since a GPU that is busy all the time is
+    slower than in a burst. By events, the mean of the second half."""
     for _ in range(warm_ups):
         work()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for _ in range(repeats):
-        work()
-    end.record()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / repeats / 1e3
+    halves = []
+    for seconds in (least / 2, least / 2):
+        repeats, spent = 0, 0.0
+        while spent < seconds:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(8):
+                work()
+            end.record()
+            end.synchronize()
+            spent += begin.elapsed_time(end) / 1e3
+            repeats += 8
+        halves.append(spent / repeats)
+    return halves[-1]
 
 
 def main() -> None:

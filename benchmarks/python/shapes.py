@@ -11,11 +11,13 @@ from torch import nn
 VOCABULARY = 152064
 SHAPES: dict[str, dict[str, int]] = {
     "0.5b": dict(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, num_attention_heads=14),
+    "1.5b": dict(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12),
     "3b": dict(hidden_size=2048, intermediate_size=11008, num_hidden_layers=36, num_attention_heads=16),
     "7b": dict(hidden_size=3584, intermediate_size=18944, num_hidden_layers=28, num_attention_heads=28),
     "14b": dict(hidden_size=5120, intermediate_size=13824, num_hidden_layers=48, num_attention_heads=40),
+    "32b": dict(hidden_size=5120, intermediate_size=27648, num_hidden_layers=64, num_attention_heads=40),
 }
-KEY_VALUE_HEADS = {"0.5b": 2, "3b": 2, "7b": 4, "14b": 8}
+KEY_VALUE_HEADS = {"0.5b": 2, "1.5b": 2, "3b": 2, "7b": 4, "14b": 8, "32b": 8}
 
 
 def attention() -> AbstractContextManager[None]:
