@@ -139,6 +139,9 @@ void bind_kept(py::class_<Engine>& engine) {
       .def(
           "drop_kept", [](Engine& self, std::int64_t kept) { self.kept().drop(kept); }, py::arg("kept"),
           ReleaseGil())
+      .def(
+          "limit_kept", [](Engine& self, std::size_t bytes) { self.kept().limit(bytes); }, py::arg("nbytes"),
+          ReleaseGil())
       .def("kept_bytes", [](Engine& self) { return self.kept().bytes(); }, ReleaseGil());
 }
 

@@ -38,6 +38,12 @@ KeptStore::Place KeptStore::take(std::size_t bytes) {
     free_.erase(found);
     return place;
   }
+  if (limit_ && bytes_ + bytes > *limit_) {
+    throw MemoryLimitError("keeping " + std::to_string(bytes) + " more bytes on the host, where " +
+                           std::to_string(bytes_) + " are taken for what is kept and " +
+                           std::to_string(*limit_) + " may be: let blocks keep less, or on the device");
+  }
+  if (!limit_) require_host_memory(bytes);
   Place place;
   place.memory = parts_.store.allocate(bytes);
   bytes_ += place.memory.bytes();

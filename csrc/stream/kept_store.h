@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <unordered_map>
 
 #include "stream/parts.h"
@@ -15,6 +16,10 @@ namespace megatrain {
 class KeptStore {
  public:
   explicit KeptStore(const EngineParts& parts);
+
+  // Host memory that may be taken in all. Without a limit each new piece is held against what the
+  // machine has free.
+  void limit(std::size_t bytes) { limit_ = bytes; }
 
   // Queues a copy down, after the work on `stream` so far, and returns its name. The device memory
   // stays as it is until landed(). `tile` is the layer that it belongs to, for the trace. Throws
@@ -54,6 +59,7 @@ class KeptStore {
   std::unordered_map<std::int64_t, Kept> kept_;
   std::int64_t next_ = 0;
   std::size_t bytes_ = 0;
+  std::optional<std::size_t> limit_;
 };
 
 }  // namespace megatrain

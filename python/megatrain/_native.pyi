@@ -317,6 +317,9 @@ class Engine:
         """Work put on `stream` after this call sees what was brought back."""
     def drop_kept(self, kept: int) -> None:
         """Its host memory may be used for others."""
+    def limit_kept(self, nbytes: int) -> None:
+        """Host memory that may be taken for what is kept: MemoryLimitError beyond. Without this call each new
+        piece is held against what the machine has free."""
     def kept_bytes(self) -> int:
         """Host memory taken for what is kept."""
     def update(

@@ -171,6 +171,8 @@ class StreamedModel:
         self._unloaded = {p.name for p in plan.parameters if p.original.device.type == "meta"}
         self._engine = Engine(store)
         self._engine.copy_by_parameter(self.settings.transfers.burst == "parameter")
+        if self.settings.host_memory is not None:
+            self._engine.limit_kept(self.settings.host_memory - plan.nbytes - staging_bytes)
         self._weights = DeviceWeights(self._engine, plan, self.device, slots, self.settings.placement)
         compiled = self.device.type == "cuda" if compile is None else compile
         self._sink = GradientSink(

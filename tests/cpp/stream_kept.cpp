@@ -76,5 +76,18 @@ TEST(KeptStore, RefusesWhatItDoesNotHave) {
   EXPECT_THROW(engine.kept().drop(number), CallerError);
 }
 
+TEST(KeptStore, TakesNoMoreMemoryThanItMay) {
+  Engine engine(store_with_delays(3));
+  engine.kept().limit(8192);
+  std::vector<std::byte> device(8192);
+  const std::int64_t first = engine.kept().put(0, device.data(), 4096, {});
+  engine.kept().put(0, device.data(), 4096, {});
+  EXPECT_THROW(engine.kept().put(0, device.data(), 1, {}), MemoryLimitError);
+  engine.kept().drop(first);
+  engine.kept().put(0, device.data(), 4096, {});
+  EXPECT_EQ(engine.kept().bytes(), 8192u);
+  engine.kept().synchronize();
+}
+
 }  // namespace
 }  // namespace megatrain

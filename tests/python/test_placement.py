@@ -265,3 +265,29 @@ def test_two_backwards_of_one_forward(keep: Any, side: Any, device: object, torc
     expected = gradients(None, 1)
     for name, value in gradients(Placement(blocks=(BlockPlacement(keep=keep, kept_on=side),)), 2).items():
         assert_close(value, expected[name], 3e-6 if torch_device == "cpu" else 1e-3, name)
+
+
+def test_what_is_kept_on_the_host_counts_towards_host_memory() -> None:
+    def model(host_memory: int) -> megatrain.StreamedModel:
+        return megatrain.StreamedModel(
+            families.build(FAMILIES[1]),
+            device="cpu",
+            placement=Placement(blocks=(BlockPlacement(keep="everything", kept_on="host"),)),
+            host_memory=host_memory,
+            staging_bytes=1 << 20,
+        )
+
+    plenty = model(1 << 30)
+    tiles = plenty.memory_report().host_tiles
+    plenty.step(batches_of(FAMILIES[1], 0))
+    assert plenty.memory_report().host_kept > 0
+    plenty.close()
+    tight = model(tiles + (1 << 20) + 8192)
+    before = {name: value.clone() for name, value in tight.state_dict().items()}
+    with pytest.raises(MemoryError, match="8192 may be: let blocks keep less, or on the device"):
+        tight.step(batches_of(FAMILIES[1], 0))
+    for name, value in tight.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    tight.place(Placement())
+    tight.step(batches_of(FAMILIES[1], 0))
+    tight.close()
