@@ -119,16 +119,17 @@ def test_sources_include_no_torch_python_or_cuda_where_they_may_not() -> None:
 
 
 def test_layers_include_only_those_below() -> None:
-    """Design: base < device, optim < tiles < stream < bindings; optim knows no device; kernels see
-    the device folder for its check of CUDA's return codes."""
+    """Design: base < optim < device < tiles < stream, probe < bindings. The backends call the update of their
+    device: optim, or the kernels, which see the device folder for its check of CUDA's return codes."""
     below = {
         "base": {"base"},
-        "device": {"base", "device"},
+        "device": {"base", "optim", "kernels", "device"},
         "optim": {"base", "optim"},
         "kernels": {"base", "optim", "device", "kernels"},
         "tiles": {"base", "device", "optim", "tiles"},
         "stream": {"base", "device", "optim", "tiles", "stream"},
-        "bindings": {"base", "device", "optim", "tiles", "stream", "bindings"},
+        "probe": {"base", "device", "optim", "tiles", "probe"},
+        "bindings": {"base", "device", "optim", "tiles", "stream", "probe", "bindings"},
     }
     for path, text in native_sources():
         layer = path.split("/")[1]
