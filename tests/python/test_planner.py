@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,7 +29,7 @@ from megatrain.planner import (
 )
 from megatrain.planner.hardware import GIB, preset_of_device
 from megatrain.planner.memory import memory, usable_device, usable_host
-from megatrain.planner.search import exhaustive, search
+from megatrain.planner.search import _tables, exhaustive, search
 from megatrain.planner.shape import BlockShape, UnitShape
 from megatrain.planner.timeline import Steps
 
@@ -250,6 +251,31 @@ def test_nothing_in_the_family_is_faster(gib: int, hardware: Hardware, waits: bo
         return
     assert found[0].timeline.seconds == pytest.approx(expected.timeline.seconds, rel=1e-3)
     assert found == sorted(found, key=lambda timed: timed.timeline.seconds)
+
+
+@pytest.mark.parametrize("hardware", [H200, SLOW_HOST, SLOW_LINK], ids=lambda hardware: hardware.name)
+@pytest.mark.parametrize("gib", [14, 22, 60])
+def test_closed_forms_are_bounds(gib: int, hardware: Hardware) -> None:
+    """Every placement that the search calls possible fits, none is much faster than its bound, and one `selected` more
+    would not have fitted."""
+    shape = model(blocks=4, vocabulary=32000)
+    steps = Steps(shape, Job(batch=Batch(micro_batches=3, rows=8)), hardware)
+    device, host = usable_device(gib * GIB), usable_host(64 * GIB)
+    seen = 0
+    for table in _tables(steps, device, host):
+        for place in range(0, table.bounds.size, 3):
+            if not np.isfinite(table.bounds.flat[place]):
+                continue
+            seen += 1
+            choice = table.choice(place)
+            placement = choice.placement(4)
+            taken = memory(shape, steps.job, placement, steps.sizes)
+            assert taken.device_bytes <= device and taken.host_bytes <= host
+            assert steps.run(placement).seconds >= table.bounds.flat[place] * (1 - 1e-3)
+            if choice.everything + choice.selected + choice.shelved < 4:
+                more = replace(choice, selected=choice.selected + 1).placement(4)
+                assert memory(shape, steps.job, more, steps.sizes).device_bytes > device
+    assert seen > 10 or gib == 14
 
 
 @settings(deadline=None, max_examples=40)

@@ -177,7 +177,7 @@ class _Kept:
     def __init__(self, steps: Steps, order: Order) -> None:
         batch, element, blocks = steps.job.batch, steps.job.element, steps.shape.blocks
         held = batch.micro_tokens * element * (1 if order == "micro-batch-major" else batch.micro_batches)
-        self.held = held
+        self.alike = len({(block.selected, block.everything) for block in blocks}) == 1
         self.inputs = _sums([block.inputs * held for block in blocks])
         self.keeps: dict[Keep, Floats] = {
             "selected": _sums([block.selected * held for block in blocks]),
@@ -221,8 +221,14 @@ def _tables(steps: Steps, device: int, host: int) -> Iterator[_Table]:
         }
         for inputs_on, (number, keep) in itertools.product(sides, shelved):
             base = Choice(order=order, inputs_on=inputs_on, shelved=number, shelved_keep=keep)
+            least_hosted = kept.keeps[keep][number] - kept.inputs[1] if number else 0
+            if steps.sizes.tiles + least_hosted > host and kept.alike:
+                continue
             peaks = _peaks(steps, kept, base)
+            least = float(peaks.min())
             for (outside, others), bytes_fixed in fixed.items():
+                if least > device - bytes_fixed.min():
+                    continue
                 yield _table(
                     steps, kept, replace(base, outside=outside, others=others), peaks, device - bytes_fixed, host
                 )
@@ -271,7 +277,8 @@ def _peaks(steps: Steps, kept: _Kept, base: Choice) -> Floats:
     a, b = np.maximum(selected, 0), everything
     on_device = base.inputs_on == "device"
     first = kept.inputs[1]  # what the embedding hands over stays
-    before = kept.inputs[clipped] if on_device else np.full(clipped.shape, first)
+    before = kept.inputs[clipped] if on_device else np.where(clipped > 0, first, 0)
+    before = np.where((clipped == 0) & (a > 0), first, before)
     held_selected, held_everything = kept.keeps["selected"], kept.keeps["everything"]
     at_selected = before + held_selected[b] - held_selected[a]
     total = at_selected + held_everything[count] - held_everything[b]
@@ -287,7 +294,7 @@ def _peaks(steps: Steps, kept: _Kept, base: Choice) -> Floats:
     if on_device:
         found = np.maximum(found, peak(kept.inputs, work - each_input)[clipped])
     else:
-        found = np.maximum(found, first + _running(work)[clipped])
+        found = np.maximum(found, before + _running(work)[clipped])
     found = np.maximum(found, np.where(a > clipped, before + _running(work)[a], -np.inf))
     ends = np.full(b.shape, count)
     for held, begin, end, below in (
@@ -322,7 +329,7 @@ def _table(steps: Steps, kept: _Kept, base: Choice, peaks: Floats, left: Floats,
     batch = job.batch
     rounds = batch.micro_batches if base.order == "micro-batch-major" else 1
     # selected[resident, everything]: as many as fit.
-    selected = np.stack([np.searchsorted(peaks[e], left, side="right") - 1 for e in range(count + 1)], axis=1)
+    selected = np.stack([peaks[e].searchsorted(left, side="right") - 1 for e in range(count + 1)], axis=1)
     fits = selected >= 0
     selected = np.maximum(selected, 0)
     resident = np.arange(count + 1)[:, None]
@@ -377,7 +384,7 @@ def _table(steps: Steps, kept: _Kept, base: Choice, peaks: Floats, left: Floats,
     first_forward = forward / rounds
     over = np.maximum(0, going - slack - (first_forward[a] - first_forward[shelf])) * rounds
     back = kept.back[base.shelved_keep]
-    compute = compute + over + back[a] - back[shelf]
+    compute = compute + back[a] - back[shelf]
 
     passes = rounds * (2.0 if base.others == "none" else 0.0) or 1.0
     skipped = job.slots * max(u.weights for u in sizes.blocks) * rounds if base.others == "none" else 0
@@ -386,11 +393,12 @@ def _table(steps: Steps, kept: _Kept, base: Choice, peaks: Floats, left: Floats,
     update_lane = (update[count] - update[resident] + early + last) / speed
     moved = np.maximum(blocks_up * passes - skipped, 0) + gradients[count] - gradients[resident] + 2 * hosted_all
     traffic = update_lane + (moved + outside_down + early_up + last_up) / hardware.update
-    bound = np.maximum(np.maximum(np.maximum(up, down), traffic), compute)
+    bound = np.maximum(np.maximum(np.maximum(up, down), traffic), compute + over)
     if job.updates_wait:
         # Between two steps: the embedding, then each block, is updated, goes up, and only then computes.
         begin = early / speed + early_up / hardware.up_beside_updates * streamed
-        bound = np.maximum(bound, compute + begin)
+        bound = np.maximum(bound, compute + over + begin)
+        # While a block waits for its update, what is pending goes down: the two waits do not add up.
         each = (update[count] - update[resident]) / speed
         bound = np.maximum(bound, np.where(streamed, compute - first_forward[count - 1] + early / speed + each, 0))
         if last:

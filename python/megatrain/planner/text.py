@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from typing import TYPE_CHECKING
 
 from megatrain.planner.hardware import GIB
@@ -42,7 +43,7 @@ def describe(plan: Plan) -> Iterator[str]:
     placed += [(_span(first, last), _words(place)) for first, last, place in runs(plan.placement, len(shape.blocks))]
     for unit in shape.outside:
         resident = plan.placement.residence(unit.name) == "all"
-        words = RESIDENT["all"].replace("stay", "stays") if resident else "fetched after each update"
+        words = "stays on the device with its optimizer state" if resident else "fetched after each update"
         placed.append((unit.name, words))
     width = max(len(name) for name, _ in placed)
     for name, words in placed:
@@ -61,18 +62,23 @@ def describe(plan: Plan) -> Iterator[str]:
         ("host", plan.memory.host, plan.memory.host_bytes, usable_host(hardware.host_memory)),
     ):
         listed = ", ".join(f"{item} {nbytes / GIB:.1f}" for item, nbytes in items.items())
-        yield f"{name:<10} {total / GIB:.1f} of {limit / GIB:.1f} GiB: {listed}"
+        yield from _wrapped(f"{name:<10} {total / GIB:.1f} of {limit / GIB:.1f} GiB: {listed}", 11)
     if plan.alternatives:
         yield ""
         yield "next best"
     for other in plan.alternatives:
         slower = other.seconds / plan.seconds - 1
-        yield (
+        yield from _wrapped(
             f"  {other.seconds:.3g} s ({slower:+.1%}), device {other.device_bytes / GIB:.1f} GiB: "
-            f"{in_one_line(other.placement, len(shape.blocks))}"
+            f"{in_one_line(other.placement, len(shape.blocks))}",
+            4,
         )
     if plan.default_seconds is not None:
         yield f"  {plan.default_seconds:.3g} s with the default placement: every block streams and keeps its inputs"
+
+
+def _wrapped(line: str, indent: int) -> list[str]:
+    return textwrap.wrap(line, 118, subsequent_indent=" " * indent, break_on_hyphens=False)
 
 
 def precision(plan: Plan) -> str:

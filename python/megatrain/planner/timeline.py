@@ -247,7 +247,7 @@ class _Run:
         there = set(streamed[-self.job.slots :])  # the last ones are not copied again
         slots = [self.now] * self.job.slots
         drained: list[float] = []
-        before, calls = self.now, 1
+        before, ahead = self.now, 0.0
         for index in reversed(range(self.count)):
             place, unit = self.places[index], self.sizes.blocks[index]
             arrived = 0.0
@@ -259,11 +259,11 @@ class _Run:
             held = self.kept[index] if self.together > 1 else [self.kept[index][number]]
             if any(held):
                 # What the first call needs must be there; the rest comes while calls compute, two ahead.
-                begun = self._copy_up(held[0], before - seconds * 2 / calls, self.up_back_speed)
+                begun = self._copy_up(held[0], before - ahead, self.up_back_speed)
                 end = max(end, begun + seconds)
                 rest = self._copy_up(sum(held[1:]), start, self.up_back_speed)
                 end = max(end, rest + seconds / len(held))
-            calls = len(held)
+            ahead = seconds * min(1.0, 2 / len(held))
             if last and place.resident != "all" and unit.gradients:
                 # Rounded into one of two buffers, from which the one before the last must have gone.
                 if len(drained) >= 2:

@@ -19,6 +19,9 @@ LOGITS_PASSES = 6.0
 """Over the logits, by the loss (`loss_and_gradient`) and the products around it."""
 ATTENTION_BACKWARD = 2.5
 """Products of attention's backward over its forward's: 5 for 2 (Dao et al., arXiv 2205.14135)."""
+CALL_SECONDS = 0.5e-3
+"""Least time of a block's forward for one micro-batch, twice that of its backward: what the host needs to hand over
+and to launch it. Assumed, not measured; it decides for small models only."""
 SUM_BYTES = 10
 """A parameter and micro-batch, to add a bf16 gradient to an fp32 sum and to round the sum."""
 STORE_BYTES = 4
@@ -49,8 +52,8 @@ class Work:
         blocks = shape.blocks
         units = [block.bytes(job.tile_format) for block in blocks]
         outside = [unit.bytes(job.tile_format) for unit in shape.outside]
-        self.forward = [forward(block) for block in blocks]
-        self.backward = [backward(block) for block in blocks]
+        self.forward = [max(forward(block), CALL_SECONDS) for block in blocks]
+        self.backward = [max(backward(block), 2 * CALL_SECONDS) for block in blocks]
         each = SUM_BYTES if several else STORE_BYTES
         self.sums = [each * unit.trainable / bandwidth for unit in units]
         self._recompute: dict[Keep, list[float]] = {
