@@ -68,7 +68,7 @@ def prepare(settings: TrainSettings) -> Prepared:
     if source is None:
         assert not isinstance(settings.model, str)
         tokenizer = train_tokenizer(settings.tokenizer, training)
-        source = describe_shape(settings.model, tokenizer)
+        source = describe_shape(settings.model, tokenizer.size, tokenizer.end)
     else:
         assert source.directory is not None
         tokenizer = load_tokenizer(source.directory)
