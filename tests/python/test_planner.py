@@ -27,9 +27,10 @@ from megatrain.planner import (
     predict,
     preset,
 )
+from megatrain.planner.bounds import tables
 from megatrain.planner.hardware import GIB, preset_of_device
 from megatrain.planner.memory import memory, usable_device, usable_host
-from megatrain.planner.search import _tables, exhaustive, search
+from megatrain.planner.search import exhaustive, search
 from megatrain.planner.shape import BlockShape, UnitShape
 from megatrain.planner.timeline import Steps
 
@@ -262,7 +263,7 @@ def test_closed_forms_are_bounds(gib: int, hardware: Hardware) -> None:
     steps = Steps(shape, Job(batch=Batch(micro_batches=3, rows=8)), hardware)
     device, host = usable_device(gib * GIB), usable_host(64 * GIB)
     seen = 0
-    for table in _tables(steps, device, host):
+    for table in tables(steps, device, host):
         for place in range(0, table.bounds.size, 3):
             if not np.isfinite(table.bounds.flat[place]):
                 continue

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from megatrain.placement import BlockPlacement, Keep, Placement
+    from megatrain.planner.hardware import Hardware
     from megatrain.planner.job import Job
     from megatrain.planner.shape import BlockShape, ModelShape
 
@@ -58,6 +59,11 @@ def usable_device(gpu_memory: int) -> int:
 
 def usable_host(host_memory: int) -> int:
     return max(0, host_memory - HOST_PROCESS)
+
+
+def fits(taken: Memory, hardware: Hardware) -> bool:
+    devicefits = taken.device_bytes <= usable_device(hardware.gpu_memory)
+    return devicefits and taken.host_bytes <= usable_host(hardware.host_memory)
 
 
 def kept_elements(block: BlockShape, keep: Keep) -> int:
