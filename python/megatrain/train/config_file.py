@@ -38,6 +38,11 @@ _Loader.add_implicit_resolver(
 
 def load_settings(path: str, overrides: Sequence[str] = ()) -> TrainSettings:
     """Read the YAML file, apply `key.sub=value` overrides, check the result."""
+    return check(read_values(path, overrides), path)
+
+
+def read_values(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The same, unchecked."""
     try:
         text = Path(path).read_bytes().decode("utf-8")
     except OSError as error:
@@ -49,7 +54,7 @@ def load_settings(path: str, overrides: Sequence[str] = ()) -> TrainSettings:
         raise UserError(f"{path}: should hold `key: value` lines")
     for override in overrides:
         _apply(values, override)
-    return check(values, path)
+    return values
 
 
 def check(values: dict[str, Any], source: str) -> TrainSettings:

@@ -36,8 +36,8 @@ class ModelSource:
             raise UserError(f"sequence_length is {sequence_length}, but the model has {positions} positions")
 
 
-def open_directory(path: str) -> ModelSource:
-    """Check a Hugging Face model directory without reading its weights."""
+def open_directory(path: str, weights: bool = True) -> ModelSource:
+    """Check a Hugging Face model directory without reading its weights; with `weights` they must be there."""
     directory = Path(path)
     if not directory.is_dir():
         raise UserError(f"model {path}: no such directory")
@@ -50,16 +50,16 @@ def open_directory(path: str) -> ModelSource:
         raise UserError(f"{file}: {one_line(error)}") from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise UserError(f"{file}: names no model_type")
-    if not list(directory.glob("*.safetensors")):
+    if weights and not list(directory.glob("*.safetensors")):
         raise UserError(f"model {path}: holds no .safetensors weights")
     return ModelSource(_make_config(values["model_type"], lambda cls: cls.from_dict(values), str(file)), directory)
 
 
-def describe_shape(shape: ShapeSettings, tokenizer: TextTokenizer) -> ModelSource:
-    """The transformers configuration of a new model over the tokenizer's vocabulary."""
+def describe_shape(shape: ShapeSettings, vocabulary: int, end: int | None) -> ModelSource:
+    """The transformers configuration of a new model over a tokenizer's vocabulary, in which `end` ends a text."""
     fields = {
-        "vocab_size": tokenizer.size,
-        "eos_token_id": tokenizer.end,
+        "vocab_size": vocabulary,
+        "eos_token_id": end,
         "bos_token_id": None,
         **shape.fields(),
     }

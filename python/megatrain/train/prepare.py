@@ -105,7 +105,7 @@ def _prepare(settings: TrainSettings, tell: Callable[[str], None]) -> Prepared:
         tokenizer = loaded
     if source is None:
         assert isinstance(settings.model, ShapeSettings)
-        source = describe_shape(settings.model, tokenizer)
+        source = describe_shape(settings.model, tokenizer.size, tokenizer.end)
     source.check(tokenizer, settings.sequence_length)
     if template is not None:
         tokenizer.tokenizer.chat_template = template  # saved with the model
