@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatrain import checkpoint, stacks
+from megatrain import checkpoint, checkpoints, stacks
 from megatrain._native import Engine, TileStore
 from megatrain.autograd import DirectCalls
 from megatrain.blocks import BlockCaller
@@ -54,6 +54,7 @@ from megatrain.updates import Updates
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from megatrain._native import CudaBackend, HostBackend
     from megatrain.parameters import TileParameter
@@ -472,6 +473,23 @@ class StreamedModel:
         """Weights (in the streamed type) as sharded safetensors, with the module's configuration."""
         self._drain()
         checkpoint.save_pretrained(self.module, self._tiles, self._blocks, directory, max_shard_size)
+
+    def save_checkpoint(
+        self, directory: str | os.PathLike[str], *, extra: Any = None, keep: int | None = None
+    ) -> Path:
+        """Everything for an exact resume, as `directory`/checkpoint-<steps>: there whole or not at all, whenever
+        the process or the machine ends. Tiles are written one by one from where they are; with `keep`, older
+        checkpoints but the last keep - 1 are removed afterwards. extra: plain values (as JSON has them) of the
+        caller's, such as the position in the data. OSError if it cannot be written: what was there still is."""
+        return checkpoints.save(self, directory, extra, keep)
+
+    def load_checkpoint(self, directory: str | os.PathLike[str]) -> Any:
+        """Go on from a checkpoint, or from the newest whole one in a directory of them, past damaged ones with a
+        warning; returns its `extra`. Weights, masters, moments, step counts, groups of the optimizer, buffers and
+        the states of the random generators of torch, numpy and Python are as they were. The placement may be
+        another; CheckpointError, and nothing is changed, where dtype, master, moments, seed, names, shapes or
+        groups are."""
+        return checkpoints.load(self, directory)
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], **kwargs: Any) -> StreamedModel:

@@ -14,6 +14,8 @@ from megatrain.interrupts import DeferredInterrupts
 from megatrain.schedule import each_unit
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from megatrain._native import Engine
     from megatrain.device_weights import DeviceWeights
     from megatrain.gradients import GradientSink
@@ -82,6 +84,12 @@ class Updates:
             self._clip_and_queue()
         if not self.settings.transfers.overlap_updates:
             self._engine.synchronize()
+
+    def restore(self, steps: int, skipped_steps: int, trained: Iterable[str]) -> None:
+        """Counts of a run that goes on; `trained`: names of the parameters that have been updated."""
+        self.steps, self.skipped_steps = steps, skipped_steps
+        self._never_trained.difference_update(trained)
+        self._gradients_known = {}
 
     def nothing_to_update(self) -> None:
         """A step without targets."""
