@@ -153,6 +153,13 @@ class DeviceWeights:
     def version(self, block: Block) -> int:
         return self.engine.version(block.unit.tile)
 
+    def mark_edited(self, tile: int) -> None:
+        """The host's weights were written. What still holds the old ones outside the stacks gives its own slot
+        back first: else the new ones would be brought to another."""
+        if tile in self.outside:
+            self.outside[tile].release()
+        self.engine.mark_edited(tile)
+
     def release_outside(self) -> None:
         """Before updates: what is outside is fetched again at its next use."""
         for outside in self.outside.values():

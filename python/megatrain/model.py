@@ -179,7 +179,7 @@ class StreamedModel:
         )
         self._updates = Updates(self._engine, self._tiles, self._weights, self._sink, self.settings)
 
-        self._face = ParameterFace(self._tiles, self._engine, self._kept_gradient)
+        self._face = ParameterFace(self._tiles, self._engine, self._weights.mark_edited, self._kept_gradient)
         self._router = Router()
         self._stacks = found
         self._blocks = take_blocks(found, plan, self._router, self.device, dtype)
@@ -467,7 +467,7 @@ class StreamedModel:
         loaded = checkpoint.load_state_dict(self.module, self._tiles, self._blocks, state_dict, strict, self.device)
         self._unloaded -= loaded
         for unit in self._plan.units:
-            self._engine.mark_edited(unit.tile)
+            self._weights.mark_edited(unit.tile)
 
     def save_pretrained(self, directory: str | os.PathLike[str], *, max_shard_size: str = "5GB") -> None:
         """Weights (in the streamed type) as sharded safetensors, with the module's configuration."""

@@ -65,7 +65,7 @@ def load(model: StreamedModel, directory: str | os.PathLike[str]) -> Any:
     model._face.take_over_edits()  # else they would be taken over after the load
     for unit in model._plan.units:
         read_tile(path / tile_name(unit.tile), model._tiles.store, unit.tile)
-        model._engine.mark_edited(unit.tile)
+        model._weights.mark_edited(unit.tile)
     model._unloaded.clear()
     model_state.set_buffers(model, buffers)
     model.optimizer.restore_progress(state["optimizer"])
