@@ -6,8 +6,9 @@ was saved, and nothing older than the last save that ended; the next process goe
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
+import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +19,7 @@ import families
 from families import FAMILIES, text_batch
 
 import megatrain
+from megatrain.checkpoints.directory import has_any
 from megatrain.checkpoints.tile_file import sections
 
 KEEP = 2
@@ -41,36 +43,47 @@ def digest(model: megatrain.StreamedModel) -> str:
     return found.hexdigest()
 
 
-def saver(directory: Path) -> None:
+def saver(directory: Path, log: Path) -> None:
     """Steps, each followed by a save, until killed. Every third step is saved twice."""
+    told = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def tell(*words: object) -> None:
+        os.write(told, (" ".join(map(str, words)) + "\n").encode())
+
     model = make()
-    if megatrain.checkpoints.directory.has_any(directory):
+    if has_any(directory):
         model.load_checkpoint(directory)
-    print("ready", flush=True)
+    tell("ready")
     while True:
         model.step(text_batch(model.steps))
         made = digest(model)
-        print("begin", model.steps, made, flush=True)
+        tell("begin", model.steps, made)
         for _ in range(2 if model.steps % 3 == 0 else 1):
             model.save_checkpoint(directory, keep=KEEP)
-            print("end", model.steps, made, flush=True)
+            tell("end", model.steps, made)
 
 
 def kill_many(directory: Path, kills: int, seed: int) -> dict[str, int]:
     """How many kills fell into a save, and the step reached. AssertionError if anything is lost."""
+    # Forked from a process that has imported everything and has no threads.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["kill_while_saving"])
     generator = random.Random(seed)
     reader = make()
     saves: dict[int, str] = {}
     ended = inside = 0
     for kill in range(kills):
-        command = [sys.executable, __file__, "--save", str(directory)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "ready\n"
-            # From one save in the first rounds to several; the instant within it is anywhere.
-            time.sleep(generator.uniform(0.0, 0.4))
-            process.kill()
-            lines = [line.split() for line in process.stdout.read().splitlines(keepends=True) if line.endswith("\n")]
+        log = directory / f"log-{kill}"
+        process = processes.Process(target=saver, args=(directory, log))
+        process.start()
+        while not log.exists() or not log.read_bytes():
+            assert process.is_alive()
+            time.sleep(0.01)
+        # From one save to several; the instant within it is anywhere.
+        time.sleep(generator.uniform(0.0, 0.5))
+        process.kill()
+        process.join()
+        lines = [line.split() for line in log.read_text().splitlines()[1:]]
         last = ""
         for word, step, made in lines:
             # A process that goes on makes the same steps again, to the bit.
@@ -92,8 +105,6 @@ def kill_many(directory: Path, kills: int, seed: int) -> dict[str, int]:
 
 
 def main() -> None:
-    if sys.argv[1] == "--save":
-        saver(Path(sys.argv[2]))
     with tempfile.TemporaryDirectory() as directory:
         print(kill_many(Path(directory), int(sys.argv[1]), seed=int(sys.argv[2]) if len(sys.argv) > 2 else 0))
 
