@@ -160,6 +160,11 @@ class DeviceWeights:
             self.outside[tile].release()
         self.engine.mark_edited(tile)
 
+    def mark_moments_edited(self, tile: int) -> None:
+        """The host's moments were written: where they are resident, they have to come up again."""
+        if tile in self.resident:
+            self.mark_edited(tile)
+
     def release_outside(self) -> None:
         """Before updates: what is outside is fetched again at its next use."""
         for outside in self.outside.values():

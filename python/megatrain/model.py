@@ -211,6 +211,7 @@ class StreamedModel:
             self._updates.apply,
             self._drain,
             self._updates.forget,
+            self._weights.mark_moments_edited,
             seed,
         )
         self._updates.optimizer = self.optimizer

@@ -36,12 +36,14 @@ class StreamedAdamW(torch.optim.Optimizer):
         apply: Callable[[], None],
         drain: Callable[[], None],
         forget_gradients: Callable[[], None],
+        mark_moments_edited: Callable[[int], None],
         seed: int,
     ) -> None:
         self._tiles = tiles
         self._apply = apply
         self._drain = drain
         self._forget_gradients = forget_gradients
+        self._mark_moments_edited = mark_moments_edited
         self._tiled: dict[int, TiledParameter] = {id(faces[p.name]): p for p in tiles.plan.parameters}
         self._face: dict[TiledParameter, TileParameter] = {p: faces[p.name] for p in tiles.plan.parameters}
         self._seeds = {p: rounding_seed(seed, p.name) for p in tiles.plan.parameters}
@@ -191,6 +193,8 @@ class StreamedAdamW(torch.optim.Optimizer):
             for section, moment in zip(_MOMENTS.values(), moments, strict=True):
                 self._tiles.write_moments(parameter, section, moment)
             self.state[face] = self._new_state(parameter, steps)
+        for tile in {self._tiled[id(face)].tile for face, _ in targets}:
+            self._mark_moments_edited(tile)
         for theirs, ours in zip(saved, self.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 import os
@@ -320,31 +321,31 @@ def test_every_file_is_needed_whole(two_saved: Path, tmp_path: Path) -> None:
 
     for name in names:
         for harm in (remove, cut, lengthen, flip, flip):
-            copy = tmp_path / "copy"
-            shutil.rmtree(copy, ignore_errors=True)
-            shutil.copytree(two_saved, copy)
-            harm(copy / "checkpoint-2" / name)
+            spoilt = tmp_path / "copy"
+            shutil.rmtree(spoilt, ignore_errors=True)
+            shutil.copytree(two_saved, spoilt)
+            harm(spoilt / "checkpoint-2" / name)
             with pytest.warns(UserWarning) as noted:
-                model.load_checkpoint(copy)
+                model.load_checkpoint(spoilt)
             assert len(noted) == 1
             message = str(noted[0].message)
-            assert message.startswith(f"{copy / 'checkpoint-2'} is damaged: "), message
+            assert message.startswith(f"{spoilt / 'checkpoint-2'} is damaged: "), message
             assert name in message
-            assert message.endswith(f"; using {copy / 'checkpoint-1'}")
+            assert message.endswith(f"; using {spoilt / 'checkpoint-1'}")
             assert model.steps == 1
             with pytest.raises(CheckpointError, match="cannot be used"):
-                model.load_checkpoint(copy / "checkpoint-2")
+                model.load_checkpoint(spoilt / "checkpoint-2")
 
 
 def test_no_whole_checkpoint_names_each(two_saved: Path, tmp_path: Path) -> None:
-    copy = tmp_path / "copy"
-    shutil.copytree(two_saved, copy)
-    (copy / "checkpoint-1" / "state.json").unlink()
-    (copy / "checkpoint-2" / "tile-00001.safetensors").unlink()
+    spoilt = tmp_path / "copy"
+    shutil.copytree(two_saved, spoilt)
+    (spoilt / "checkpoint-1" / "state.json").unlink()
+    (spoilt / "checkpoint-2" / "tile-00001.safetensors").unlink()
     model = small(INT8)
     before = bits(model)
     with pytest.raises(CheckpointError, match="has no whole checkpoint") as error:
-        model.load_checkpoint(copy)
+        model.load_checkpoint(spoilt)
     assert "tile-00001.safetensors is missing" in str(error.value)
     assert "state.json is missing" in str(error.value)
     assert bits(model) == before
@@ -501,3 +502,20 @@ def test_memory_stays_below_two_tiles(tmp_path: Path) -> None:
         more, tile, state = map(int, line.split())
         assert state > 10 * tile
         assert more < 2 * tile, line
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
+def test_moments_loaded_into_a_model_that_runs(placement: Placement) -> None:
+    """Resident moments are on the device by then, and must come up again."""
+    model = small(placement=placement)
+    train(model, 0, 2)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    moments = copy.deepcopy(model.optimizer.state_dict())
+    expected = train(model, 2, 2)
+    other = small(placement=placement)
+    train(other, 50, 2)
+    other.load_state_dict(weights)
+    other.evaluate(text_batch(3))
+    other.optimizer.load_state_dict(moments)
+    other.steps = 2
+    assert train(other, 2, 2) == expected
