@@ -89,6 +89,7 @@ void Engine::clear_device() {
   synchronize();
   prefetcher_->remove_slots();
   resident_.clear();
+  kept_.free_unused();
 }
 
 void Engine::copy_by_parameter(bool on) {

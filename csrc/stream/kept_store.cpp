@@ -38,16 +38,25 @@ KeptStore::Place KeptStore::take(std::size_t bytes) {
     free_.erase(found);
     return place;
   }
+  if (limit_ && bytes_ + bytes > *limit_) free_unused();
   if (limit_ && bytes_ + bytes > *limit_) {
     throw MemoryLimitError("keeping " + std::to_string(bytes) + " more bytes on the host, where " +
                            std::to_string(bytes_) + " are taken for what is kept and " +
                            std::to_string(*limit_) + " may be: let blocks keep less, or on the device");
   }
-  if (!limit_) require_host_memory(bytes);
+  require_host_memory(bytes, limit_ ? *limit_ - bytes_ : 0);  // a cgroup's limit holds in any case
   Place place;
   place.memory = parts_.store.allocate(bytes);
   bytes_ += place.memory.bytes();
   return place;
+}
+
+void KeptStore::free_unused() {
+  for (auto& [bytes, place] : free_) {
+    if (place.last) backend_.synchronize(*place.last);
+    bytes_ -= bytes;
+  }
+  free_.clear();
 }
 
 std::int64_t KeptStore::put(int tile, const std::byte* device, std::size_t bytes, StreamView stream) {

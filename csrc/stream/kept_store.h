@@ -32,6 +32,7 @@ class KeptStore {
   void wait_got(std::int64_t kept, StreamView stream);  // `stream` waits for the copy up
   void drop(std::int64_t kept);  // its memory may be used again, once the copies have ended
 
+  void free_unused();                                    // gives back the memory that nothing is kept in
   std::size_t bytes() const noexcept { return bytes_; }  // of host memory taken
   void synchronize();
 

@@ -52,42 +52,48 @@ void ResidentTiles::clear() {
   tiles_.clear();
 }
 
-// One burst for the whole tile.
-void ResidentTiles::copy(int tile, const Tile& entry, CopyKind kind) {
+// Bytes [begin, end) of the tile in one burst.
+void ResidentTiles::copy(int tile, const Tile& entry, CopyKind kind, std::size_t begin, std::size_t end) {
   const TileStore::SectionView first = parts_.store.section(tile, Section::kWeights);
-  const std::size_t bytes = parts_.store.layout(tile).bytes();
-  if (bytes == 0) return;
-  const SharedEvent begin = parts_.events.record(stream_);
+  if (begin >= end) return;
+  std::byte* const host = first.data + begin;
+  std::byte* const device = entry.device + begin;
+  const std::size_t bytes = end - begin;
+  const SharedEvent started = parts_.events.record(stream_);
   if (kind == CopyKind::kHostToDevice) {
     if (first.pinned) {
-      backend_.copy(entry.device, first.data, bytes, kind, stream_);
+      backend_.copy(device, host, bytes, kind, stream_);
     } else {
-      parts_.staging_up.copy_up(entry.device, first.data, bytes, stream_);
+      parts_.staging_up.copy_up(device, host, bytes, stream_);
     }
   } else if (first.pinned) {
-    backend_.copy(first.data, entry.device, bytes, kind, stream_);
+    backend_.copy(host, device, bytes, kind, stream_);
   } else {
-    parts_.staging_down.copy_down(first.data, entry.device, bytes, stream_);
+    parts_.staging_down.copy_down(host, device, bytes, stream_);
   }
   TraceSpan span;
   span.kind = kind == CopyKind::kHostToDevice ? SpanKind::kCopyUp : SpanKind::kCopyDown;
   span.tile = tile;
   span.step = parts_.step;
   span.bytes = static_cast<std::int64_t>(bytes);
-  parts_.trace.add(span, begin, parts_.events.record(stream_));
+  parts_.trace.add(span, started, parts_.events.record(stream_));
 }
 
 void ResidentTiles::use(int tile, StreamView stream) {
   Tile& entry = tile_at(tile);
   check_finite(tile, entry);
   const std::int64_t version = parts_.gate.version(tile);
+  if (entry.changed) backend_.wait(stream, *entry.changed);
   if (entry.version == version) return;
   if (entry.ahead) {
     throw CallerError("the host's copy of tile " + std::to_string(tile) +
                       " was edited while the device was ahead of it; look at it first");
   }
   backend_.wait(stream_, *parts_.events.record(stream));  // readers of what is overwritten
-  copy(tile, entry, CopyKind::kHostToDevice);
+  const TileLayout& layout = parts_.store.layout(tile);
+  const TileLayout::Place gradients = layout.section(Section::kGradients);
+  copy(tile, entry, CopyKind::kHostToDevice, 0, gradients.offset);
+  copy(tile, entry, CopyKind::kHostToDevice, gradients.offset + gradients.bytes, layout.bytes());
   const SharedEvent loaded = parts_.events.record(stream_);
   // The host's bytes may be edited again as soon as this returns.
   backend_.synchronize(*loaded);
@@ -97,8 +103,8 @@ void ResidentTiles::use(int tile, StreamView stream) {
 void ResidentTiles::update(int tile, const std::vector<ParameterUpdate>& updates, StreamView stream) {
   const TileLayout& layout = parts_.store.layout(tile);
   check_updates(layout, tile, updates);
+  use(tile, stream);
   Tile& entry = tile_at(tile);
-  check_finite(tile, entry);
   for (const ParameterUpdate& update : updates) {
     const ElementRange range = layout.range(update.parameter);
     if (range.empty()) continue;
@@ -125,7 +131,7 @@ void ResidentTiles::write_back() {
   for (auto& [tile, entry] : tiles_) {
     if (!entry.ahead) continue;
     if (parts_.keeps(Wait::kResidentUpdated)) backend_.wait(stream_, *entry.changed);
-    copy(tile, entry, CopyKind::kDeviceToHost);
+    copy(tile, entry, CopyKind::kDeviceToHost, 0, parts_.store.layout(tile).bytes());
   }
   synchronize();
   for (auto& [tile, entry] : tiles_) {

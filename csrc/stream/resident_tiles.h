@@ -24,8 +24,8 @@ class ResidentTiles {
   void clear();
   bool has(int tile) const noexcept { return tiles_.count(tile) != 0; }
 
-  // Work queued on `stream` afterwards sees the tile's state. Blocks until updates of the tile on the
-  // host, if there were any, have ended.
+  // Work queued on `stream` afterwards sees the tile's state. The device's gradients stay as they are:
+  // they may wait for an update.
   void use(int tile, StreamView stream);
   // Queues the update on `stream`, after the work on it so far: gradients are those of the device's
   // copy. A weight that became infinite or NaN shows in a later call.
@@ -47,7 +47,7 @@ class ResidentTiles {
   };
   Tile& tile_at(int tile);
   void check_finite(int tile, const Tile& entry);
-  void copy(int tile, const Tile& entry, CopyKind kind);
+  void copy(int tile, const Tile& entry, CopyKind kind, std::size_t begin, std::size_t end);
 
   EngineParts parts_;
   Backend& backend_;

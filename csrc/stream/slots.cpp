@@ -30,7 +30,11 @@ int SlotRing::find(int tile, std::int64_t version) const {
 
 bool SlotRing::fits(int index, int tile, std::size_t bytes) const {
   const Slot& slot = slots_[static_cast<std::size_t>(index)];
-  return slot.bytes >= bytes && (slot.only_tile == -1 || slot.only_tile == tile);
+  return slot.bytes >= bytes && (slot.only_tile == tile || (slot.only_tile == -1 && !has_own(tile)));
+}
+
+bool SlotRing::has_own(int tile) const {
+  return std::any_of(slots_.begin(), slots_.end(), [&](const Slot& slot) { return slot.only_tile == tile; });
 }
 
 std::size_t SlotRing::largest_for(int tile) const {

@@ -39,6 +39,7 @@ class SlotRing {
 
   // The slot with this version of the tile, arrived or on its way; -1 without.
   int find(int tile, std::int64_t version) const;
+  // A tile that has a slot of its own fits no other: its users know that slot's memory.
   bool fits(int slot, int tile, std::size_t bytes) const;
   std::size_t largest_for(int tile) const;  // bytes; 0 where no slot may hold the tile
 
@@ -55,6 +56,7 @@ class SlotRing {
              const std::function<std::int64_t(int tile)>& version, bool ignore_uses) const;
 
  private:
+  bool has_own(int tile) const;
   std::deque<Slot> slots_;  // a slot never moves: copies are queued without the lock
 };
 

@@ -2,7 +2,7 @@
 
 from megatrain import rng
 from megatrain._native import CudaBackend, HostBackend, MemoryLimitError, __version__
-from megatrain.errors import StaleGraphError, UnsupportedModelError
+from megatrain.errors import CheckpointError, StaleGraphError, UnsupportedModelError
 from megatrain.machine import MachineSpeed, UpdateSpeed, machine_speed
 from megatrain.model import StreamedModel
 from megatrain.placement import BlockPlacement, Placement
@@ -13,6 +13,7 @@ from megatrain.transfers import Transfers
 __all__ = [
     "AdamW",
     "BlockPlacement",
+    "CheckpointError",
     "CudaBackend",
     "EvaluationReport",
     "HostBackend",

@@ -8,7 +8,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from megatrain.attention import preferred_attention
-from megatrain.calls import BlockCall
+from megatrain.calls import BlockCall, mark_handed_over
 from megatrain.errors import StaleGraphError, UnsupportedModelError
 from megatrain.rng import RngState, preserved
 
@@ -56,6 +56,8 @@ class DirectCalls:
         dummy = torch.zeros((), device=self.device, requires_grad=True)
         tensors = call.tensors()
         fresh = _StreamedCall.apply(dummy, pending, *tensors)  # type: ignore[no-untyped-call]
+        for tensor in fresh:
+            mark_handed_over(tensor)
         return pending.assemble(fresh)
 
 
@@ -66,7 +68,7 @@ class _PendingCall:
         self.owner = owner
         self.call = call
         self.record: CallRecord | None = None
-        self.version = -1
+        self.version: object = None
         self.flat: list[Any] = []
         self.spec: pytree.TreeSpec | None = None
         self.fresh: list[int] = []

@@ -5,8 +5,7 @@ the graph of the forward where it was kept, else from a recompute of the forward
 
 from __future__ import annotations
 
-import weakref
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from megatrain.kept import BlockMemory, Keeper, KeptGraph, KeptTensor, SelectedO
 from megatrain.rng import RngState
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from torch.autograd.graph import GradientEdge
 
@@ -28,6 +27,15 @@ if TYPE_CHECKING:
     from megatrain.host_shelf import HostShelf, ShelvedTensor
     from megatrain.placement import Keep
     from megatrain.units import TiledParameter
+
+
+def mark_handed_over(tensor: torch.Tensor) -> None:
+    """It is a block's output, and so goes away once the next block has used it."""
+    tensor._megatrain_handed_over = True  # type: ignore[attr-defined]
+
+
+def is_handed_over(tensor: torch.Tensor) -> bool:
+    return getattr(tensor, "_megatrain_handed_over", False)
 
 
 @dataclass(frozen=True)
@@ -46,7 +54,7 @@ class OutputSlot:
 
     def __init__(self, leaf: torch.Tensor) -> None:
         self.gradient: torch.Tensor | None = None
-        self._leaf = weakref.ref(leaf)
+        mark_handed_over(leaf)
         leaf._megatrain_slot = self  # type: ignore[attr-defined]
         leaf.register_post_accumulate_grad_hook(self._take)  # type: ignore[no-untyped-call]
 
@@ -89,13 +97,15 @@ class BlockCall:
     inputs: list[CallInput]
     spec: pytree.TreeSpec
     rng: RngState
+    modes: tuple[bool, ...]
+    """Of the block and its sub-modules: training, or not."""
     _positions: list[int] = field(default_factory=list)
 
     @staticmethod
     def capture(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], rng: RngState) -> BlockCall:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         refuse_opaque(block, leaves)
-        call = BlockCall(block, leaves, [], spec, rng)
+        call = BlockCall(block, leaves, [], spec, rng, _modes(block))
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 continue
@@ -133,8 +143,15 @@ class BlockCall:
             assert given.tensor is not None
             if keeper is not None:
                 # Only what blocks hand to blocks goes away: masks and tables are needed all the time.
-                given.kept = keeper.keep(given.tensor) if given.slot is not None else KeptTensor(given.tensor)
+                leaves = is_handed_over(given.tensor)
+                given.kept = keeper.keep(given.tensor) if leaves else KeptTensor(given.tensor)
             given.tensor = None
+
+    def put_back(self) -> None:
+        """Inputs that wait for another backward need no device memory meanwhile."""
+        for given in self.inputs:
+            if given.kept is not None:
+                given.kept.put_back()
 
     def kept_inputs(self) -> list[torch.Tensor]:
         return [given.kept.take() for given in self.inputs if given.kept is not None]
@@ -207,7 +224,7 @@ class BlockRunner:
         that went in does. `more_than_once`: they may be asked for again, which then takes a recompute."""
         given = call.tensors()
         differentiable = differentiable and self.has_gradients(call)
-        handed_over = [tensor for tensor in given if OutputSlot.of(tensor) is not None]
+        handed_over = [tensor for tensor in given if is_handed_over(tensor)]
         keeper = Keeper(call.block.unit.tile, keeping.shelf, keeping.inputs_shelf, handed_over)
         record = CallRecord(call, inputs=keeper)
         if not differentiable:
@@ -263,7 +280,7 @@ class BlockRunner:
         with torch.enable_grad(), nothing_saved(call.block.name), recording:
             output = self._caller(call.block, parameters, args, kwargs)
         # An operator that is not run again would not draw again, and all after it would draw other numbers.
-        if call.rng == RngState.capture(self._device):
+        if selected is not None and selected.is_whole() and call.rng == RngState.capture(self._device):
             record.selected = selected
         return output, inputs
 
@@ -323,7 +340,9 @@ class BlockRunner:
         `output_gradients` follow the flattened output."""
         if record.graph is not None:
             graph, record.graph = record.graph, None  # it can be walked once
-            return graph.gradients(weights, output_gradients)
+            of_graph = graph.gradients(weights, output_gradients)
+            record.call.put_back()
+            return of_graph
         call = record.call
         kept = call.kept_inputs()
         inputs = [
@@ -334,7 +353,8 @@ class BlockRunner:
         call.rng.restore(self._device)
         args, kwargs = call.arguments(inputs)
         selected, record.selected = record.selected, None
-        with torch.enable_grad(), nullcontext() if selected is None else selected.replay():
+        replay = nullcontext() if selected is None else selected.replay()
+        with torch.enable_grad(), _in_modes(call.block, call.modes), replay:
             flat, _ = pytree.tree_flatten(self._caller(call.block, parameters, args, kwargs))
         pairs = [
             (value, gradient)
@@ -344,6 +364,7 @@ class BlockRunner:
         sources = [tensor for tensor in inputs if tensor.requires_grad] + [leaf for _, leaf in wanted]
         if not pairs or not sources:
             return [None] * len(inputs), [(parameter, None) for parameter, _ in wanted]
+        call.put_back()
         found = iter(
             torch.autograd.grad(
                 [value for value, _ in pairs], sources, [gradient for _, gradient in pairs], allow_unused=True
@@ -351,6 +372,27 @@ class BlockRunner:
         )
         input_gradients = [next(found) if tensor.requires_grad else None for tensor in inputs]
         return input_gradients, [(parameter, next(found)) for parameter, _ in wanted]
+
+
+def _modes(block: Block) -> tuple[bool, ...]:
+    return tuple(module.training for module in block.skeleton.modules())
+
+
+@contextmanager
+def _in_modes(block: Block, modes: tuple[bool, ...]) -> Iterator[None]:
+    """The block as it was, training or not, in its forward."""
+    now = _modes(block)
+    if now == modes:
+        yield
+        return
+    modules = list(block.skeleton.modules())
+    for module, mode in zip(modules, modes, strict=True):
+        module.training = mode
+    try:
+        yield
+    finally:
+        for module, mode in zip(modules, now, strict=True):
+            module.training = mode
 
 
 def own_memory(value: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:

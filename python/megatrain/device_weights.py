@@ -48,7 +48,7 @@ class DeviceWeights:
         self.engine.clear_device()
         for held in (self.outside, self.resident, self._buffers, self._slot_of, self._views):
             held.clear()
-        ring_bytes = 0
+        ring_bytes = -1
         for unit, residence in residences(self._plan, placement):
             if residence == "all":
                 self.resident[unit.tile] = ResidentTile(unit, self.engine, self.device)
@@ -56,7 +56,7 @@ class DeviceWeights:
                 self._add_slot(weight_bytes(unit), unit.tile)
             else:
                 ring_bytes = max(ring_bytes, weight_bytes(unit))
-        if ring_bytes:
+        if ring_bytes >= 0:
             for _ in range(slots):
                 self._add_slot(ring_bytes, -1)
         for unit in self._plan.units:
@@ -102,7 +102,11 @@ class DeviceWeights:
     def begin_pass(self, expected: Sequence[int]) -> None:
         """A forward starts; `expected` is a guess at the tiles it and its backward will acquire."""
         self.uses = []
-        self.engine.expect(list(expected))
+        self.expect(expected)
+
+    def expect(self, tiles: Sequence[int]) -> None:
+        """A guess at the tiles that will be acquired next, in order."""
+        self.engine.expect([tile for tile in tiles if tile not in self.resident])
 
     @contextmanager
     def on_device(self, block: Block) -> Iterator[dict[str, torch.Tensor]]:
@@ -150,8 +154,21 @@ class DeviceWeights:
         self.engine.release_all(stream_handle(self.device))
         self.engine.expect([])
 
-    def version(self, block: Block) -> int:
-        return self.engine.version(block.unit.tile)
+    def version(self, block: Block) -> object:
+        """Of all that the block reads, shared parameters included."""
+        return tuple(self.engine.version(tile) for tile in dict.fromkeys(p.tile for _, p in block.parameters))
+
+    def mark_edited(self, tile: int) -> None:
+        """The host's weights were written. What still holds the old ones outside the stacks gives its own slot
+        back first: else the new ones would be brought to another."""
+        if tile in self.outside:
+            self.outside[tile].release()
+        self.engine.mark_edited(tile)
+
+    def mark_moments_edited(self, tile: int) -> None:
+        """The host's moments were written: where they are resident, they have to come up again."""
+        if tile in self.resident:
+            self.mark_edited(tile)
 
     def release_outside(self) -> None:
         """Before updates: what is outside is fetched again at its next use."""
@@ -196,11 +213,6 @@ class OutsideWeights:
             self.release()
             self._slot = self._owner.acquire(self.unit.tile)
             self._version = version
-            with torch.no_grad():
-                # The copy does not move the version counter, by which autograd notices that what a graph
-                # saved has been overwritten; an edit of no element does.
-                for leaf in self._leaves:
-                    leaf.view(-1)[:0].zero_()
         return self._leaves[parameter.index]
 
     def leaves(self) -> Iterator[tuple[TiledParameter, nn.Parameter]]:
@@ -221,9 +233,17 @@ class OutsideWeights:
             leaf.grad = None
 
     def release(self) -> None:
-        if self._slot is not None:
-            self._owner.release(self._slot)
-            self._slot = None
+        """The memory may be overwritten from now on."""
+        if self._slot is None:
+            return
+        self._owner.release(self._slot)
+        self._slot = None
+        if any(parameter.trainable for parameter in self.unit.parameters):
+            with torch.no_grad():
+                # What is written there does not move the version counter, by which autograd notices that what a
+                # graph saved has been overwritten; an edit of no element does.
+                for leaf in self._leaves:
+                    leaf.view(-1)[:0].zero_()
 
 
 class FetchedOnAccess(dict[str, Any]):

@@ -9,3 +9,7 @@ class UnsupportedModelError(ValueError):
 
 class StaleGraphError(RuntimeError):
     """A backward through a forward that ran under weights which have been updated or edited since."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint is damaged, or of another model; the message names the first thing that is wrong."""

@@ -22,10 +22,15 @@ class ParameterFace:
     """`by_name`: the objects that `model.parameters()` hands out, by first name, of stable identity."""
 
     def __init__(
-        self, tiles: Tiles, engine: Engine, gradient: Callable[[TiledParameter], torch.Tensor | None]
+        self,
+        tiles: Tiles,
+        engine: Engine,
+        mark_edited: Callable[[int], None],
+        gradient: Callable[[TiledParameter], torch.Tensor | None],
     ) -> None:
         self._tiles = tiles
         self._engine = engine
+        self._mark_edited = mark_edited
         self.by_name: dict[str, TileParameter] = {}
         for tiled in tiles.plan.parameters:
 
@@ -49,7 +54,7 @@ class ParameterFace:
             version = self.by_name[parameter.name]._version
             if version != self._versions[parameter.name]:
                 self._tiles.forget_low_half(parameter)
-                self._engine.mark_edited(parameter.tile)
+                self._mark_edited(parameter.tile)
                 self._versions[parameter.name] = version
 
     @contextmanager
@@ -65,4 +70,4 @@ class ParameterFace:
         for parameter in self._tiles.plan.parameters:
             self._tiles.write(parameter, values[parameter.name])
         for unit in self._tiles.plan.units:
-            self._engine.mark_edited(unit.tile)
+            self._mark_edited(unit.tile)

@@ -82,7 +82,9 @@ class _Accumulator:
             if len(held) == 1:
                 part.copy_(held[0])
             else:
-                self._add_rounded(part, held[0], held[1])
+                # Ranks and strides vary from parameter to parameter, the grad mode from caller to caller.
+                with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
+                    self._add_rounded(part, held[0], held[1])
             written = high
         target[written - begin :].zero_()
 

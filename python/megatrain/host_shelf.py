@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,10 +24,12 @@ class HostShelf:
         self.device = device
         self._pending: deque[tuple[int, torch.Tensor]] = deque()
         self._pending_bytes = 0
+        self.dropped: deque[tuple[int, torch.Tensor | None]] = deque()
+        """(number, memory that a copy up may still write to) of tensors that died, in whatever thread."""
 
     def put(self, tensor: torch.Tensor, tile: int) -> ShelvedTensor:
         """A dense tensor, after the work that makes it on the current stream. `tile` names the block, for the trace."""
-        self._collect()
+        self.collect()
         dense = tensor.detach()
         assert is_dense(dense)
         nbytes = dense.numel() * dense.element_size()
@@ -37,24 +38,26 @@ class HostShelf:
         self._pending_bytes += nbytes
         return ShelvedTensor(self, kept, dense)
 
-    def _collect(self) -> None:
+    def collect(self) -> None:
+        """Let go of device memory whose copy has landed, and of host memory that nobody will ask for."""
         while self._pending:
-            kept, _ = self._pending[0]
+            kept, tensor = self._pending[0]
             if self._pending_bytes > self.PENDING_BYTES:
                 self.engine.wait_kept(kept)
             elif not self.engine.kept_landed(kept):
-                return
-            self._forget_oldest()
-
-    def _forget_oldest(self) -> None:
-        _, tensor = self._pending.popleft()
-        self._pending_bytes -= tensor.numel() * tensor.element_size()
-
-    def drop(self, kept: int) -> None:
-        while any(pending == kept for pending, _ in self._pending):
-            self.engine.wait_kept(self._pending[0][0])
-            self._forget_oldest()
-        self.engine.drop_kept(kept)
+                break
+            self._pending.popleft()
+            self._pending_bytes -= tensor.numel() * tensor.element_size()
+        going_down = {kept for kept, _ in self._pending}
+        for _ in range(len(self.dropped)):
+            kept, back = self.dropped.popleft()
+            if kept in going_down:
+                self.dropped.append((kept, back))
+                continue
+            if back is not None:
+                # Nobody may use the memory that the copy up still writes to.
+                self.engine.wait_back(kept, stream_handle(self.device))
+            self.engine.drop_kept(kept)
 
 
 class ShelvedTensor:
@@ -83,12 +86,14 @@ class ShelvedTensor:
             self._waited = True
         return self._back
 
+    def put_back(self) -> None:
+        """It is not needed on the device for now."""
+        if self._waited:
+            self._back, self._waited = None, False
+
     def __del__(self) -> None:
-        with suppress(Exception):  # the engine may be closed by now
-            if self._back is not None and not self._waited:
-                # Nobody may use the memory that the copy up still writes to.
-                self._shelf.engine.wait_back(self._kept, stream_handle(self._shelf.device))
-            self._shelf.drop(self._kept)
+        # In any thread, at any time: only noted here.
+        self._shelf.dropped.append((self._kept, None if self._waited else self._back))
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

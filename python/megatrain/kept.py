@@ -7,6 +7,7 @@ them again."""
 
 from __future__ import annotations
 
+import weakref
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,9 @@ class KeptTensor:
     def fetch(self) -> None:
         pass
 
+    def put_back(self) -> None:
+        pass
+
     def take(self) -> torch.Tensor:
         if self._tensor._version != self._version:
             raise RuntimeError(
@@ -61,7 +65,7 @@ class Keeper:
         self._inputs = {tensor.untyped_storage().data_ptr() for tensor in inputs}
         # With the tensor: while it lives, no other has its address.
         self._known: dict[tuple[Any, ...], tuple[torch.Tensor, ShelvedTensor]] = {}
-        self.shelved: list[ShelvedTensor] = []
+        self._shelved: list[weakref.ref[ShelvedTensor]] = []
 
     def keep(self, tensor: torch.Tensor) -> KeptTensor | ShelvedTensor:
         small = tensor.numel() * tensor.element_size() < SHELF_LEAST_BYTES
@@ -75,7 +79,7 @@ class Keeper:
         key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor._version)
         if key not in self._known:
             shelved = shelf.put(tensor, self._tile)
-            self.shelved.append(shelved)
+            self._shelved.append(weakref.ref(shelved))
             self._known[key] = (tensor.detach(), shelved)
         return self._known[key][1]
 
@@ -84,9 +88,16 @@ class Keeper:
         self._known.clear()
         self._inputs.clear()
 
+    def check_unmodified(self) -> None:
+        """At the end of the forward; what stays on the device says so itself when it is taken."""
+        if any(tensor._version != key[-1] for key, (tensor, _) in self._known.items()):
+            raise RuntimeError("a block modified a tensor in place that its backward needs")
+
     def fetch(self) -> None:
-        for shelved in self.shelved:
-            shelved.fetch()
+        for reference in self._shelved:
+            shelved = reference()
+            if shelved is not None:
+                shelved.fetch()
 
 
 @dataclass(frozen=True)
@@ -181,14 +192,18 @@ class KeptGraph:
     def saving(self) -> Iterator[None]:
         """What autograd saves inside of the `with` is packed."""
 
+        # Not `self`: the hooks live in the graph, which it holds, where Python's collector does not see them.
+        memory, keep = self.memory, self.keeper.keep
+
         def pack(tensor: torch.Tensor) -> Any:
-            return self.memory.place_of(tensor) or self.keeper.keep(tensor)
+            return memory.place_of(tensor) or keep(tensor)
 
         def unpack(packed: Any) -> torch.Tensor:
-            return self.memory.view(packed) if isinstance(packed, _Place) else packed.take()
+            return memory.view(packed) if isinstance(packed, _Place) else packed.take()
 
         with saved_tensors_hooks(pack, unpack):
             yield
+        self.keeper.check_unmodified()
         self.memory.leave()
 
     def fetch(self) -> None:
@@ -239,6 +254,12 @@ class SelectedOutputs:
     def __init__(self, keeper: Keeper) -> None:
         self._keeper = keeper
         self._outputs: list[tuple[Any, Any]] = []
+        self._watched: list[tuple[torch.Tensor, int]] = []
+
+    def is_whole(self) -> bool:
+        """The forward has ended, and modified none of the outputs in place: a recompute would do so again."""
+        watched, self._watched = self._watched, []
+        return all(tensor._version == version for tensor, version in watched)
 
     def record(self) -> TorchDispatchMode:
         return _Dispatch(self._record)
@@ -264,8 +285,15 @@ class SelectedOutputs:
     def _record(self, function: Any, args: Any, kwargs: Any) -> Any:
         output = function(*args, **kwargs)
         if function in SELECTED_OPERATORS:
-            self._outputs.append((function, pytree.tree_map_only(torch.Tensor, self._keeper.keep, output)))
+            self._outputs.append((function, pytree.tree_map_only(torch.Tensor, self._keep, output)))
         return output
+
+    def _keep(self, tensor: torch.Tensor) -> KeptTensor | ShelvedTensor:
+        # Below autograd an alias would have a version counter of its own.
+        with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+            alias = tensor.detach()
+            self._watched.append((alias, alias._version))
+            return self._keeper.keep(alias)
 
 
 class _Dispatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

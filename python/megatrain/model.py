@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from megatrain import checkpoint, stacks
+from megatrain import checkpoint, checkpoints, stacks
 from megatrain._native import Engine, TileStore
 from megatrain.autograd import DirectCalls
 from megatrain.blocks import BlockCaller
@@ -54,6 +54,7 @@ from megatrain.updates import Updates
 if TYPE_CHECKING:
     import os
     from collections.abc import Iterator, Sequence
+    from pathlib import Path
 
     from megatrain._native import CudaBackend, HostBackend
     from megatrain.parameters import TileParameter
@@ -180,7 +181,7 @@ class StreamedModel:
         )
         self._updates = Updates(self._engine, self._tiles, self._weights, self._sink, self.settings)
 
-        self._face = ParameterFace(self._tiles, self._engine, self._kept_gradient)
+        self._face = ParameterFace(self._tiles, self._engine, self._weights.mark_edited, self._kept_gradient)
         self._router = Router()
         self._stacks = found
         self._blocks = take_blocks(found, plan, self._router, self.device, dtype)
@@ -198,7 +199,7 @@ class StreamedModel:
             self._router,
             self._surroundings,
             self.settings.placement,
-            self._blocks,
+            plan,
             seed,
         )
         self._direct = DirectCalls(
@@ -212,9 +213,11 @@ class StreamedModel:
             self._updates.apply,
             self._drain,
             self._updates.forget,
+            self._weights.mark_moments_edited,
             seed,
         )
         self._updates.optimizer = self.optimizer
+        self._updates.take_over_edits = self._face.take_over_edits
         weakref.finalize(self, self._engine.close)  # before the slots that its threads write to go away
         self._checked = not self_check
         for note in self.memory_report().notes:
@@ -414,11 +417,12 @@ class StreamedModel:
         require_device_memory(
             self._plan, settings, self._backend, self._weights.nbytes + self._weights.resident_bytes
         )
+        self._sink.release_memory()
+        self._weights.place(placement, settings.slots)
         self.settings = self._updates.settings = settings
         self._steps.placement = placement
         self._engine.copy_by_parameter(settings.transfers.burst == "parameter")
-        self._sink.release_memory()
-        self._weights.place(placement, settings.slots)
+        self._updates.forget_known()
         renew_outside(self.module, self._plan, self._weights)
         self._updates.hook_outside()
         if self.device.type == "cuda":
@@ -468,12 +472,29 @@ class StreamedModel:
         loaded = checkpoint.load_state_dict(self.module, self._tiles, self._blocks, state_dict, strict, self.device)
         self._unloaded -= loaded
         for unit in self._plan.units:
-            self._engine.mark_edited(unit.tile)
+            self._weights.mark_edited(unit.tile)
 
     def save_pretrained(self, directory: str | os.PathLike[str], *, max_shard_size: str = "5GB") -> None:
         """Weights (in the streamed type) as sharded safetensors, with the module's configuration."""
         self._drain()
         checkpoint.save_pretrained(self.module, self._tiles, self._blocks, directory, max_shard_size)
+
+    def save_checkpoint(
+        self, directory: str | os.PathLike[str], *, extra: Any = None, keep: int | None = None
+    ) -> Path:
+        """Everything for an exact resume, as `directory`/checkpoint-<steps>: there whole or not at all, whenever
+        the process or the machine ends. Tiles are written one by one from where they are; with `keep`, older
+        checkpoints but the last keep - 1 are removed afterwards. extra: plain values (as JSON has them) of the
+        caller's, such as the position in the data. OSError if it cannot be written: what was there still is."""
+        return checkpoints.save(self, directory, extra, keep)
+
+    def load_checkpoint(self, directory: str | os.PathLike[str]) -> Any:
+        """Go on from a checkpoint, or from the newest whole one in a directory of them, past damaged ones with a
+        warning; returns its `extra`. Weights, masters, moments, step counts, groups of the optimizer, buffers and
+        the states of the random generators of torch, numpy and Python are as they were. The placement may be
+        another; CheckpointError, and nothing is changed, where dtype, master, moments, seed, names, shapes or
+        groups are."""
+        return checkpoints.load(self, directory)
 
     @classmethod
     def from_pretrained(cls, path: str | os.PathLike[str], **kwargs: Any) -> StreamedModel:

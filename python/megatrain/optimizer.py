@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,12 +36,14 @@ class StreamedAdamW(torch.optim.Optimizer):
         apply: Callable[[], None],
         drain: Callable[[], None],
         forget_gradients: Callable[[], None],
+        mark_moments_edited: Callable[[int], None],
         seed: int,
     ) -> None:
         self._tiles = tiles
         self._apply = apply
         self._drain = drain
         self._forget_gradients = forget_gradients
+        self._mark_moments_edited = mark_moments_edited
         self._tiled: dict[int, TiledParameter] = {id(faces[p.name]): p for p in tiles.plan.parameters}
         self._face: dict[TiledParameter, TileParameter] = {p: faces[p.name] for p in tiles.plan.parameters}
         self._seeds = {p: rounding_seed(seed, p.name) for p in tiles.plan.parameters}
@@ -190,8 +193,44 @@ class StreamedAdamW(torch.optim.Optimizer):
             for section, moment in zip(_MOMENTS.values(), moments, strict=True):
                 self._tiles.write_moments(parameter, section, moment)
             self.state[face] = self._new_state(parameter, steps)
+        for tile in {self._tiled[id(face)].tile for face, _ in targets}:
+            self._mark_moments_edited(tile)
         for theirs, ours in zip(saved, self.param_groups, strict=True):
             ours.update({key: value for key, value in theirs.items() if key != "params"})
+
+    # checkpoints, whose moments are the tiles' bytes
+
+    def progress(self) -> dict[str, Any]:
+        """Groups by the parameters' names, and how many updates each parameter has had: plain values."""
+        groups = []
+        for group in self.param_groups:
+            values = {k: _plain(v) for k, v in group.items() if k != "params"}
+            groups.append({**values, "params": [self._tiled[id(face)].name for face in group["params"]]})
+        steps = {self._tiled[id(face)].name: int(state["step"]) for face, state in self.state.items() if state}
+        return {"groups": groups, "steps": steps}
+
+    def misfit(self, progress: Mapping[str, Any]) -> str | None:
+        """The first way in which saved groups are not this optimizer's."""
+        saved, own = progress["groups"], self.progress()["groups"]
+        if len(saved) != len(own):
+            return f"it has {len(saved)} parameter groups, the optimizer {len(own)}"
+        for number, (theirs, ours) in enumerate(zip(saved, own, strict=True)):
+            if theirs["params"] != ours["params"]:
+                pairs = itertools.zip_longest(theirs["params"], ours["params"])
+                first, second = next(pair for pair in pairs if pair[0] != pair[1])
+                return f"parameter group {number} has {first} where the optimizer's has {second}"
+        return None
+
+    def restore_progress(self, progress: Mapping[str, Any]) -> None:
+        """What `progress()` gave; the tiles hold the moments already."""
+        for theirs, ours in zip(progress["groups"], self.param_groups, strict=True):
+            for key, value in theirs.items():
+                if key != "params":
+                    ours[key] = tuple(value) if isinstance(value, list) else value
+        for parameter, face in self._face.items():
+            self.state.pop(face, None)
+            if parameter.name in progress["steps"]:
+                self.state[face] = self._new_state(parameter, progress["steps"][parameter.name])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Only while the optimizer is made: tiles are laid out for the parameters known then."""
@@ -199,3 +238,8 @@ class StreamedAdamW(torch.optim.Optimizer):
         if any(id(face) not in self._tiled for face in faces):
             raise ValueError("parameter groups hold the parameters of the streamed model; others cannot be added")
         super().add_param_group(param_group)
+
+
+def _plain(value: Any) -> Any:
+    """A learning rate may be a tensor."""
+    return value.item() if isinstance(value, torch.Tensor) else value

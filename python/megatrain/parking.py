@@ -81,7 +81,10 @@ class ParkedForward:
         self._stopped.acquire()
         if self._error is not None:
             error, self._error = self._error, None
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame, and with it the arguments of blocks
 
     def abandon(self) -> None:
         """Unwind the forward if it has not ended; also after an interrupt while it was running."""

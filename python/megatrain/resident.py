@@ -30,4 +30,5 @@ class ResidentTile:
     def section(self, section: Section) -> torch.Tensor:
         """Flat, sharing the memory."""
         offset, nbytes = self._unit.layout.section(section)
-        return self._memory[offset : offset + nbytes].view(section_dtype(self._unit.layout.format, section))
+        # A version counter of its own: gradients that are written are no edit of weights.
+        return self._memory.data[offset : offset + nbytes].view(section_dtype(self._unit.layout.format, section))

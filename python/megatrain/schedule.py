@@ -33,7 +33,7 @@ class Weights(Protocol):
     def on_device(self, block: Block) -> AbstractContextManager[dict[str, torch.Tensor]]:
         """The block's weights, by their names in it, for work queued inside of the `with`."""
 
-    def version(self, block: Block) -> int:
+    def version(self, block: Block) -> object:
         """Changes when the block's weights do."""
 
 
@@ -149,7 +149,8 @@ class ForwardAndBack:
                             OutputSlot(leaf) if leaf is not None and leaf.requires_grad else None
                             for leaf in output.leaves
                         ]
-                        logged.append(LoggedCall(index, output.record, outputs))
+                        if any(slot is not None for slot in outputs):
+                            logged.append(LoggedCall(index, output.record, outputs))
             if logged:
                 self._log(Round(block, logged))
             while results:  # what the modules do not hold any more is freed as they go on

@@ -77,7 +77,7 @@ class _Copies:
     def on_device(self, block: Block) -> Iterator[dict[str, torch.Tensor]]:
         yield {name: self._values[parameter] for name, parameter in block.parameters}
 
-    def version(self, block: Block) -> int:
+    def version(self, block: Block) -> object:
         return 0
 
 

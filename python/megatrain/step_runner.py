@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatrain.placement import Placement
     from megatrain.surroundings import Surroundings
     from megatrain.takeover import Router
-    from megatrain.units import TiledParameter, Unit
+    from megatrain.units import TiledParameter, Unit, UnitPlan
 
 Active = tuple[int, "Mapping[str, Any]", float]
 """A micro-batch that is run: its number in the step, itself, its weight."""
@@ -45,7 +45,7 @@ class StepRunner:
         router: Router,
         surroundings: Surroundings,
         placement: Placement,
-        blocks: Sequence[Block],
+        plan: UnitPlan,
         seed: int,
     ) -> None:
         self._module = module
@@ -54,13 +54,14 @@ class StepRunner:
         self._router = router
         self._surroundings = surroundings
         self.placement = placement
-        self._index = {block.name: index for index, block in enumerate(blocks)}
+        blocks = [unit.tile for unit in plan.units if unit.is_block]
+        self._index = {tile: index for index, tile in enumerate(blocks)}
         self._seed = seed
         self._shelf = HostShelf(engine, weights.device)
         self._backward_uses: list[int] = []
 
     def keeping(self, block: Block, micro_batch: int) -> Keeping:
-        placement = self.placement.block(self._index[block.name])
+        placement = self.placement.block(self._index[block.unit.tile])
         return Keeping(
             placement.keep_for(micro_batch),
             self._shelf if placement.kept_on == "host" else None,
@@ -101,7 +102,9 @@ class StepRunner:
 
             try:
                 order.forward(runs, when_done, differentiable=True)
-                used, self._weights.uses = self._weights.uses, []
+                if first == 0:  # later ones find what is outside the stacks on the device
+                    used = self._weights.uses
+                self._weights.uses = []
                 if last:
                     for unit in self._weights.outside_units():
                         if not order.reaches(self._weights.outside[unit.tile].leaf_ids()):
@@ -112,6 +115,7 @@ class StepRunner:
                 for run in runs:
                     run.abandon()
                 raise
+        self._shelf.collect()
         return used
 
     def evaluate(self, step: int, active: Sequence[Active], forward_uses: list[int]) -> list[torch.Tensor]:

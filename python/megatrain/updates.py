@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,8 @@ from megatrain.interrupts import DeferredInterrupts
 from megatrain.schedule import each_unit
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping
+
     from megatrain._native import Engine
     from megatrain.device_weights import DeviceWeights
     from megatrain.gradients import GradientSink
@@ -36,7 +38,8 @@ class Updates:
         self._sink = sink
         self.settings = settings
         self.optimizer: StreamedAdamW
-        """Set once it exists."""
+        self.take_over_edits: Callable[[], None]
+        """Both set once what they need exists."""
         self.next_uses: list[int] = [unit.tile for unit in self._plan.units]
         self.steps = 0
         self.skipped_steps = 0
@@ -64,7 +67,8 @@ class Updates:
         self._sink.store(unit)
         if self._early is not None:
             self._early.add(unit.tile)
-            self._queue(unit, 1.0, self._priorities().get(unit.tile, len(self.next_uses)))
+            priority = self._priorities().get(unit.tile, len(self.next_uses))
+            self._queue(unit, 1.0, priority, self.optimizer.groups_by_face())
 
     def forget(self) -> None:
         """Gradients are given up."""
@@ -78,10 +82,17 @@ class Updates:
 
     def apply(self) -> None:
         """Clip, then queue every update; skip if the norm is not finite."""
+        self.take_over_edits()
         with DeferredInterrupts():
             self._clip_and_queue()
         if not self.settings.transfers.overlap_updates:
             self._engine.synchronize()
+
+    def restore(self, steps: int, skipped_steps: int, trained: Iterable[str]) -> None:
+        """Counts of a run that goes on; `trained`: names of the parameters that have been updated."""
+        self.steps, self.skipped_steps = steps, skipped_steps
+        self._never_trained.difference_update(trained)
+        self._gradients_known = {}
 
     def nothing_to_update(self) -> None:
         """A step without targets."""
@@ -90,7 +101,7 @@ class Updates:
 
     def _clip_and_queue(self) -> None:
         self.optimizer.check_groups()
-        self.store_outside()
+        self.store_all()
         clip = self.settings.max_grad_norm if self.clip_next is None else self.clip_next
         skip = self.settings.skip_nonfinite
         early, self._early = self._early or set(), None
@@ -110,19 +121,18 @@ class Updates:
         self._weights.release_outside()
         landed = self.settings.transfers.update_order == "landed"
         order = list(self._sink.stored) if landed else self.next_uses
+        groups = self.optimizer.groups_by_face()
         for position, unit in enumerate(each_unit(self._plan.units, order)):
             if unit.tile not in early:
-                self._queue(unit, scale, 0 if landed else position)
+                self._queue(unit, scale, 0 if landed else position, groups)
         self._sink.clear()
-        self._engine.expect(list(self.next_uses))
+        self._weights.expect(self.next_uses)
 
-    def _queue(self, unit: Unit, scale: float, priority: int) -> None:
+    def _queue(self, unit: Unit, scale: float, priority: int, groups: Mapping[int, dict[str, Any]]) -> None:
         touched = self._sink.stored.get(unit.tile)
         if not touched:
             return
-        updates = self.optimizer.updates(
-            [unit.parameters[index] for index in sorted(touched)], self.optimizer.groups_by_face()
-        )
+        updates = self.optimizer.updates([unit.parameters[index] for index in sorted(touched)], groups)
         self._engine.update(unit.tile, updates, scale, priority, stream_handle(self._weights.device))
 
     def _priorities(self) -> dict[int, int]:
@@ -144,20 +154,24 @@ class Updates:
 
     # looking at gradients
 
+    def forget_known(self) -> None:
+        """The last gradients are not where they were."""
+        self._gradients_known = {}
+
     def clip_grad_norm_(self, max_norm: float) -> float:
-        self.store_outside()
+        self.store_all()
         self.clip_next = max_norm
         return self._sink.norm()
 
-    def store_outside(self) -> None:
-        """Blocks' gradients go down as they are complete; those outside the stacks when they are asked for."""
+    def store_all(self) -> None:
+        """Blocks' gradients go down as they are complete; those outside the stacks, and of blocks that the last
+        micro-batch did not come to, when they are asked for."""
         for unit in self._plan.units:
-            if not unit.is_block:
-                self._sink.store(unit)
+            self._sink.store(unit)
 
     def gradient(self, parameter: TiledParameter) -> torch.Tensor | None:
         """Of the last backward, on the host; None where there was none."""
-        self.store_outside()
+        self.store_all()
         known = self._sink.stored if self._sink.pending else self._gradients_known
         if parameter.index not in known.get(parameter.tile, ()):
             return None

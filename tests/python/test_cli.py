@@ -351,13 +351,15 @@ def test_interrupted_runs_keep_whole_metrics_only(here: Path) -> None:
     assert process.returncode == 130
     assert re.fullmatch(
         r"megatrain: interrupted after step \d+ of 1000000; "
-        r"no model was saved, runs/tiny has the metrics so far\n",
+        r"runs/tiny/checkpoint-\d+ is saved, --set resume=auto goes on from it\n",
         error,
     )
-    assert sorted(path.name for path in (here / "runs/tiny").iterdir()) == ["config.yaml", "metrics.jsonl"]
+    last = int(re.search(r"after step (\d+)", error)[1])  # type: ignore[index]
+    left = ["checkpoint-" + str(last), "config.yaml", "metrics.jsonl"]
+    assert sorted(path.name for path in (here / "runs/tiny").iterdir()) == left
     steps = [record["step"] for record in _metrics("runs/tiny") if "loss" in record]
     # Every step that was finished is there, and no other one.
-    assert steps == list(range(1, int(re.search(r"after step (\d+)", error)[1]) + 1))  # type: ignore[index]
+    assert steps == list(range(1, last + 1))
 
 
 def test_a_closed_pipe_is_quiet(here: Path) -> None:

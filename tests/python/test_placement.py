@@ -291,3 +291,173 @@ def test_what_is_kept_on_the_host_counts_towards_host_memory() -> None:
     tight.place(Placement())
     tight.step(batches_of(FAMILIES[1], 0))
     tight.close()
+
+
+class TwoStacks(torch.nn.Module):
+    """A vision stack that only some batches use, and a text stack."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.text = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(2))
+        self.vision = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, image: torch.Tensor | None = None) -> torch.Tensor:
+        if image is not None:
+            for block in self.vision:
+                image = torch.tanh(block(image))
+            x = x + image
+        for block in self.text:
+            x = torch.tanh(block(x))
+        return x.square().mean()
+
+
+def test_blocks_that_the_last_micro_batch_does_not_use(device: object, torch_device: str) -> None:
+    def train(order: Any) -> tuple[float | None, dict[str, torch.Tensor]]:
+        torch.manual_seed(0)
+        model = megatrain.StreamedModel(
+            TwoStacks(),
+            device=device,
+            placement=Placement(order=order, blocks=(BlockPlacement(keep="everything"),)),
+            compile=False,
+            dtype=torch.float32,
+            blocks=["text", "vision"],
+        )
+        with_image = dict(x=torch.randn(3, 16), image=torch.randn(3, 16))
+        norm = model.step([with_image, dict(x=torch.randn(3, 16))]).grad_norm
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.close()
+        return norm, state
+
+    norm, expected = train("layer-major")
+    other_norm, found = train("micro-batch-major")
+    assert other_norm == pytest.approx(norm, rel=1e-5)
+    for name, value in expected.items():
+        assert_close(found[name], value, 1e-5, name)
+
+
+class EditsInPlace(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.inner(x)
+        hidden += x
+        return torch.tanh(hidden)
+
+
+@pytest.mark.parametrize("side", ["device", "host"])
+def test_selected_outputs_that_a_block_edits_in_place(side: Any, device: object, torch_device: str) -> None:
+    class Module(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = torch.nn.ModuleList(EditsInPlace() for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x.square().mean()
+
+    def gradients(keep: Any) -> dict[str, torch.Tensor]:
+        torch.manual_seed(0)
+        model = megatrain.StreamedModel(
+            Module(),
+            device=device,
+            placement=Placement(blocks=(BlockPlacement(keep=keep, kept_on=side),)),
+            compile=False,
+            dtype=torch.float32,
+            keep_gradients=True,
+        )
+        model.step(dict(x=torch.randn(4, 16)))
+        found = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        model.close()
+        return found
+
+    expected = gradients("inputs")
+    for name, value in gradients("selected").items():
+        assert_close(value, expected[name], 3e-6 if torch_device == "cpu" else 1e-3, name)
+
+
+@pytest.mark.parametrize("keep", KEEPS)
+def test_kept_graphs_die_with_their_step(keep: Any) -> None:
+    import gc
+    import weakref
+
+    from megatrain.kept import Keeper
+
+    alive: list[weakref.ref[Keeper]] = []
+    made = Keeper.__init__
+
+    def counted(self: Keeper, *arguments: Any) -> None:
+        made(self, *arguments)
+        alive.append(weakref.ref(self))
+
+    model = megatrain.StreamedModel(
+        families.build(FAMILIES[1]),
+        device="cpu",
+        placement=Placement(blocks=(BlockPlacement(keep=keep, kept_on="host"),)),
+    )
+    model.step(batches_of(FAMILIES[1], 0))
+    gc.collect()
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Keeper, "__init__", counted)
+            model.step(batches_of(FAMILIES[1], 1))
+            loss = model(**batches_of(FAMILIES[1], 2)[0]).loss
+            del loss
+        assert len(alive) > 8
+        assert sum(reference() is not None for reference in alive) == 0
+        taken = model.memory_report().host_kept
+        model.step(batches_of(FAMILIES[1], 3))
+        assert model.memory_report().host_kept == taken
+    finally:
+        gc.enable()
+    model.close()
+
+
+def test_gradients_of_resident_units_survive_edits_and_looks(device: object, torch_device: str) -> None:
+    resident = Placement(blocks=(BlockPlacement(resident="all"),), outside={"": "all"})
+
+    def train(placement: Placement | None) -> tuple[float | None, dict[str, torch.Tensor]]:
+        model = megatrain.StreamedModel(
+            families.build(FAMILIES[1]), device=device, placement=placement, compile=False, dtype=torch.float32
+        )
+        first, second, third = (batches_of(FAMILIES[1], step)[0] for step in range(3))
+        model.step(first)
+        model.state_dict()
+        model(**second).loss.backward()
+        with model.edit_parameters() as values:
+            for value in values.values():
+                value.mul_(0.9)
+        model(**third).loss.backward()
+        with torch.no_grad():
+            next(iter(model.parameters())).mul_(1.5)
+        model.optimizer.step()
+        norm = model.last_grad_norm
+        model.step(second)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        model.close()
+        return norm, state
+
+    norm, expected = train(None)
+    other_norm, found = train(resident)
+    assert other_norm == pytest.approx(norm, rel=1e-5)
+    for name, value in expected.items():
+        assert_close(found[name], value, 1e-5 if torch_device == "cpu" else 1e-3, name)
+
+
+def test_one_block_placement_means_one_block(device: object) -> None:
+    """Whatever the order in which stacks are called: `vision` comes after `text` in the module."""
+    model = megatrain.StreamedModel(
+        TwoStacks(),
+        device=device,
+        placement=Placement(blocks=(BlockPlacement(keep="everything", resident="all"), BlockPlacement())),
+        compile=False,
+        dtype=torch.float32,
+        example_batch=dict(x=torch.randn(3, 16), image=torch.randn(3, 16)),
+    )
+    names = {block.unit.tile: block.name for block in model._blocks}
+    assert {names[tile] for tile in model._weights.resident} == {"text.0"}
+    assert {block.name for block in model._blocks if model._steps.keeping(block, 0).keep == "everything"} == {"text.0"}
+    model.close()

@@ -428,3 +428,28 @@ def test_settings_out_of_range() -> None:
     for changes, words in ((dict(seed=2**70), "seed"), (dict(threads=-1), "threads"), (dict(max_grad_norm=0), "norm")):
         with pytest.raises(ValueError, match=words), warnings.catch_warnings():
             stream(Toy(), **changes)
+
+
+@pytest.mark.parametrize("how", ["state dict", "edit", "in place", "checkpoint"])
+def test_weights_changed_behind_an_evaluation_are_used(how: str, tmp_path: Path) -> None:
+    """The evaluation leaves weights outside the stacks on the device; the next step must fetch the new ones."""
+    source, model = stream(families.build(FAMILIES[2])), stream(families.build(FAMILIES[2]))
+    with torch.no_grad():
+        for parameter in source.parameters():
+            parameter.mul_(1.5)
+    source.save_checkpoint(tmp_path)
+    model.evaluate(text_batch(3))
+    if how == "state dict":
+        model.load_state_dict(source.state_dict())
+    elif how == "edit":
+        with model.edit_parameters() as values:
+            for value in values.values():
+                value.mul_(1.5)
+    elif how == "in place":
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1.5)
+    else:
+        model.load_checkpoint(tmp_path)
+    for step in range(3):
+        assert model.step(text_batch(step)).loss == source.step(text_batch(step)).loss

@@ -402,4 +402,5 @@ def test_sigterm_ends_between_steps_with_status_143(here: Path) -> None:
     assert process.returncode == 143
     assert error.startswith("megatrain: terminated after step ")
     step = int(error.split("after step ")[1].split()[0])
+    assert f"runs/a/checkpoint-{step} is saved, --set resume=auto goes on from it" in error
     assert [record["step"] for record in records("loss")] == list(range(1, step + 1))

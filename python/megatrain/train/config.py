@@ -124,6 +124,13 @@ class OutputSettings(Settings):
     )
 
 
+class CheckpointSettings(Settings):
+    every: int | None = Field(
+        default=None, ge=1, description="Steps between checkpoints; null: only when the run is interrupted."
+    )
+    keep: int = Field(default=2, ge=1, description="Whole checkpoints to keep; older ones are removed.")
+
+
 def _path_or_shape(value: Any) -> str:
     return "shape" if isinstance(value, dict | ShapeSettings) else "path"
 
@@ -158,6 +165,22 @@ class TrainSettings(Settings):
     )
     eval: EvalSettings = Field(default_factory=EvalSettings, description="Measurements on what is not trained on.")
     sample: SampleSettings = Field(default_factory=SampleSettings, description="Texts drawn from the model and shown.")
+    checkpoint: CheckpointSettings = Field(
+        default_factory=CheckpointSettings,
+        description=(
+            "checkpoint-<step>/ in the run's directory: all that the run needs to go on exactly. Saved on Ctrl-C and "
+            "SIGTERM, too."
+        ),
+    )
+    resume: str = Field(
+        default="never",
+        min_length=1,
+        description=(
+            "never: a new run. auto: go on from the newest whole checkpoint of the last run in output.directory (or "
+            "its numbered followers), in its place; a new run where there is none. Else the path of a checkpoint, or "
+            "of a directory of them: a new directory goes on from there."
+        ),
+    )
     output: OutputSettings = Field(default_factory=OutputSettings, description="What is kept.")
     report_to: Annotated[list[Literal["tensorboard", "wandb"]], BeforeValidator(listed)] = Field(
         default_factory=list,

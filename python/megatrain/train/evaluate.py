@@ -46,7 +46,7 @@ class Evaluation(Hook):
 
     def after_step(self, run: Run) -> None:
         every = run.settings.eval.every
-        if every is not None and run.step % every == 0:
+        if every is not None and run.step % every == 0 and run.results.get("step") != run.step:
             self._evaluate(run)
 
     def ended(self, run: Run) -> None:

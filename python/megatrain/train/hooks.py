@@ -29,6 +29,8 @@ class Run:
     """Evaluations in a row without a new best loss."""
     results: dict[str, Any] = field(default_factory=dict)
     """Of the last evaluation, with its step."""
+    watched: int = 0
+    """The last step after which every hook has been called."""
 
     @property
     def steps(self) -> int:
@@ -47,12 +49,15 @@ class Run:
             "best_loss": self.best_loss,
             "best_step": self.best_step,
             "worse": self.worse,
+            "results": self.results,
+            "watched": self.watched,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.prepared.loader.load_state_dict(state["data"])
         self.step = state["step"]
         self.best_loss, self.best_step, self.worse = state["best_loss"], state["best_step"], state["worse"]
+        self.results, self.watched = state["results"], state["watched"]
 
 
 class Hook:

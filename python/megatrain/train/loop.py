@@ -81,8 +81,17 @@ def run_steps(run: Run, hooks: Sequence[Hook], on_interval: Callable[[Interval],
             on_interval(pending.interval())
         pending.clear()
 
+    def watch() -> None:
+        began = time.perf_counter()
+        for hook in hooks:
+            hook.after_step(run)
+        run.watched = run.step
+        pending.started += time.perf_counter() - began  # the steps' own speed
+
     with Termination() as termination:
         try:
+            if run.watched < run.step:  # the run was interrupted behind this step
+                watch()
             while run.step < run.steps and run.stopped is None:
                 position, done, model_steps = loader.state_dict(), run.step, run.model.steps
                 micro_batches = next(loader, None)
@@ -105,10 +114,7 @@ def run_steps(run: Run, hooks: Sequence[Hook], on_interval: Callable[[Interval],
                     elif run.step == done:  # the interrupt came right behind the step
                         run.step += 1
                     raise
-                began = time.perf_counter()
-                for hook in hooks:
-                    hook.after_step(run)
-                pending.started += time.perf_counter() - began  # the steps' own speed
+                watch()
                 termination.check()
         finally:
             with DeferredInterrupts():

@@ -18,15 +18,35 @@ from .trackers import Tracker, open_trackers, send
 class RunDirectory:
     """Made on the disk by open(), so that a run refused before its first step leaves nothing."""
 
-    def __init__(self, settings: OutputSettings) -> None:
+    def __init__(self, settings: OutputSettings, *, resume: bool = False) -> None:
         self.settings_ = settings
         self.path_: Path | None = None
         self.trackers_: list[Tracker] = []
         self.step_ = 0
-        wanted = Path(settings.directory)
-        if _taken(wanted) and settings.if_exists == "error":
+        self.resumed_: tuple[Path, int] | None = None
+        self.saved_model = False
+        """model/ is this run's."""
+        if not resume:
+            self.require_new()
+        _check_writable(Path(settings.directory))
+
+    def require_new(self) -> None:
+        wanted = Path(self.settings_.directory)
+        if _taken(wanted) and self.settings_.if_exists == "error":
             raise UserError(f"output.directory {wanted}: holds something already; name another, or remove it")
-        _check_writable(wanted)
+
+    def last(self) -> Path | None:
+        """The directory of the last run before this one: of output.directory and its numbered followers."""
+        found, wanted, number = None, Path(self.settings_.directory), 1
+        path = wanted
+        while _taken(path):
+            found, number = path, number + 1
+            path = wanted.with_name(f"{wanted.name}-{number}")
+        return found
+
+    def go_on_in(self, path: Path, step: int) -> None:
+        """open() will take this directory, and drop what it says of later steps: they are made again."""
+        self.resumed_ = path, step
 
     @property
     def path(self) -> Path | None:
@@ -34,12 +54,16 @@ class RunDirectory:
         return self.path_
 
     def open(self, settings: TrainSettings) -> Path:
-        wanted = Path(self.settings_.directory)
-        path, number = wanted, 1
-        while _taken(path):
-            number += 1
-            path = wanted.with_name(f"{wanted.name}-{number}")
-        path.mkdir(parents=True, exist_ok=True)
+        if self.resumed_ is not None:
+            path, step = self.resumed_
+            _forget_after(path / "metrics.jsonl", step)
+        else:
+            wanted = Path(self.settings_.directory)
+            path, number = wanted, 1
+            while _taken(path):
+                number += 1
+                path = wanted.with_name(f"{wanted.name}-{number}")
+            path.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
         (path / "config.yaml").write_text(text, encoding="utf-8")
         self.path_ = path
@@ -72,11 +96,29 @@ class RunDirectory:
                 shutil.rmtree(before, ignore_errors=True)  # of a run that was killed here
                 final.rename(before)
             partial.rename(final)
+            self.saved_model = self.saved_model or name == "model"
         finally:
             shutil.rmtree(partial, ignore_errors=True)
             if final.exists():
                 shutil.rmtree(before, ignore_errors=True)
         return final
+
+
+def _forget_after(metrics: Path, step: int) -> None:
+    """Remove what a run that was killed wrote of steps after its last checkpoint; a torn last line with it."""
+    if not metrics.exists():
+        return
+    kept = []
+    for line in metrics.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if max(record.get("step", 0), record.get("through_step", 0)) <= step:
+            kept.append(line + "\n")
+    partial = metrics.with_name(".metrics-partial")
+    partial.write_text("".join(kept), encoding="utf-8")
+    partial.replace(metrics)
 
 
 def _taken(path: Path) -> bool:

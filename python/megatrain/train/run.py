@@ -17,6 +17,7 @@ from megatrain.data.isolation import leaks_between_documents
 from megatrain.errors import UnsupportedModelError
 
 from .bigram import ByteBigram
+from .checkpoints import Checkpoints, resume
 from .config import TrainSettings
 from .errors import RunError, UserError, one_line
 from .evaluate import Evaluation, described
@@ -36,7 +37,7 @@ def run(settings: TrainSettings) -> None:
     started = time.perf_counter()
     _quiet(transformers.logging)
     check_trackers(settings.report_to)
-    directory = RunDirectory(settings.output)
+    directory = RunDirectory(settings.output, resume=settings.resume == "auto")
     with reading(sys.stdout):
         prepared = prepare(settings)
     model = stream(prepared.source, settings)
@@ -45,12 +46,18 @@ def run(settings: TrainSettings) -> None:
     try:
         with open_progress(prepared.steps, sys.stdout) as progress:
             state = Run(model, settings, prepared, directory, progress)
-            hooks: list[Hook] = [Evaluation([_KeepBest()]), Samples()]
-            _train(state, hooks)
+            checkpoints = Checkpoints()
+            hooks: list[Hook] = [Evaluation([_KeepBest()]), Samples(), checkpoints]
+            source = resume(state, checkpoints)
+            if source is not None:
+                progress.note(f"going on after step {state.step} of {source}")
+            _train(state, hooks, checkpoints)
             try:
                 _finish(state, hooks, started)
             except KeyboardInterrupt as interrupt:
-                raise type(interrupt)(f"{_word(interrupt)} after the last step; {_left(directory)}") from None
+                if not directory.saved_model:
+                    _tell(state, hooks, checkpoints)
+                raise type(interrupt)(f"{_word(interrupt)} after the last step; {_left(state, checkpoints)}") from None
     finally:
         directory.close()
 
@@ -117,7 +124,7 @@ class _KeepBest(Hook):
             run.directory.save_model(_writer(run), "best")
 
 
-def _train(state: Run, hooks: list[Hook]) -> None:
+def _train(state: Run, hooks: list[Hook], checkpoints: Checkpoints) -> None:
     settings, directory = state.settings, state.directory
 
     def on_interval(interval: Interval) -> None:
@@ -141,10 +148,9 @@ def _train(state: Run, hooks: list[Hook]) -> None:
         if state.stopped:
             state.progress.note(f"stopped after step {state.step} of {state.steps}: {state.stopped}")
     except KeyboardInterrupt as interrupt:
-        for hook in hooks:
-            hook.interrupted(state)
+        _tell(state, hooks, checkpoints)
         raise type(interrupt)(
-            f"{_word(interrupt)} after step {state.step} of {state.steps}; {_left(directory)}"
+            f"{_word(interrupt)} after step {state.step} of {state.steps}; {_left(state, checkpoints)}"
         ) from None
     except UnsupportedModelError as error:
         raise UserError(f"model: {one_line(error)}") from error
@@ -191,9 +197,24 @@ def _word(interrupt: KeyboardInterrupt) -> str:
     return "terminated" if isinstance(interrupt, Terminated) else "interrupted"
 
 
-def _left(directory: RunDirectory) -> str:
-    if directory.path is None:
+def _tell(state: Run, hooks: list[Hook], checkpoints: Checkpoints) -> None:
+    """The hooks, of an interrupt."""
+    try:
+        for hook in hooks:
+            hook.interrupted(state)
+    except KeyboardInterrupt:
+        checkpoints.failure = "interrupted once more"
+
+
+def _left(state: Run, checkpoints: Checkpoints) -> str:
+    path = state.directory.path
+    if path is None:
         return "nothing was written"
-    if (directory.path / "model").is_dir():
-        return f"the model is saved in {directory.path / 'model'}"
-    return f"no model was saved, {directory.path} has the metrics so far"
+    if state.directory.saved_model:
+        return f"the model is saved in {path / 'model'}"
+    if checkpoints.last is None:
+        reason = f": {checkpoints.failure}" if checkpoints.failure else ""
+        return f"no checkpoint was saved{reason}, {path} has the metrics so far"
+    if checkpoints.failure:
+        return f"its checkpoint was not saved ({checkpoints.failure}), {checkpoints.last} is the last one"
+    return f"{checkpoints.last} is saved, --set resume=auto goes on from it"

@@ -1,0 +1,89 @@
+"""Checkpoints of a run: every so many steps, and where it is interrupted."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from megatrain.checkpoints.directory import has_any
+from megatrain.data import DataError
+from megatrain.errors import CheckpointError
+
+from .config import TrainSettings
+from .errors import RunError, UserError, one_line
+from .hooks import Hook, Run
+from .output import RunDirectory
+
+
+class Checkpoints(Hook):
+    """The last of the hooks: what the others found after the step is saved with it."""
+
+    def __init__(self) -> None:
+        self.last: Path | None = None
+        self.last_step = 0
+        self.failure: str | None = None
+        """Why an interrupted run could not be saved."""
+
+    def after_step(self, run: Run) -> None:
+        every = run.settings.checkpoint.every
+        if every is not None and run.step % every == 0 and run.step != self.last_step:
+            run.watched = run.step
+            try:
+                self._save(run)
+            except OSError as error:
+                raise RunError(f"step {run.step}: the checkpoint could not be saved: {error}") from error
+
+    def interrupted(self, run: Run) -> None:
+        if run.directory.path is None or run.step in (0, self.last_step):
+            return
+        try:
+            self._save(run)
+        except OSError as error:
+            self.failure = str(error)
+
+    def _save(self, run: Run) -> None:
+        assert run.directory.path is not None
+        began = time.perf_counter()
+        path = run.model.save_checkpoint(
+            run.directory.path, extra=run.state_dict(), keep=run.settings.checkpoint.keep
+        )
+        seconds = time.perf_counter() - began
+        self.last, self.last_step = path, run.step
+        run.log({"step": run.step, "checkpoint": path.name, "checkpoint_seconds": seconds})
+        run.progress.note(f"step {run.step}  saved {path} in {seconds:.1f} s")
+
+
+def resume(run: Run, checkpoints: Checkpoints) -> Path | None:
+    """Bring model and run to where settings.resume says; None for a new run. UserError for what does not fit."""
+    source = _source(run.settings, run.directory)
+    if source is None:
+        return None
+    directory, in_place = source
+    try:
+        state: Any = run.model.load_checkpoint(directory)
+        if not isinstance(state, dict) or "data" not in state:
+            raise CheckpointError(f"{directory}: the checkpoint is not of a training run")
+        run.load_state_dict(state)
+    except CheckpointError as error:
+        raise UserError(f"resume: {one_line(error)}") from error
+    except DataError as error:
+        raise UserError(f"resume: {directory}: {one_line(error)}") from error
+    if run.step >= run.steps and (not in_place or (directory / "model").exists()):
+        raise UserError(f"resume: {directory} is after step {run.step} of {run.steps}; nothing is left to do")
+    if in_place:
+        run.directory.go_on_in(directory, run.step)
+        checkpoints.last, checkpoints.last_step = directory / f"checkpoint-{run.step}", run.step
+    if in_place or run.watched < run.step:
+        run.directory.open(run.settings)  # what is made up for is logged
+    return directory
+
+
+def _source(settings: TrainSettings, directory: RunDirectory) -> tuple[Path, bool] | None:
+    if settings.resume == "never":
+        return None
+    if settings.resume != "auto":
+        return Path(settings.resume), False
+    last = directory.last()
+    if last is not None and has_any(last):
+        return last, True
+    directory.require_new()
+    return None

@@ -1,0 +1,113 @@
+"""SIGKILL at random instants of a process that trains and saves: `python tests/python/kill_while_saving.py 200`.
+
+The process says which save has ended and what it saved. After each kill the directory must load, hold exactly what
+was saved, and nothing older than the last save that ended; the next process goes on from it."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+
+import families
+from families import FAMILIES, text_batch
+
+import megatrain
+from megatrain.checkpoints.directory import has_any
+from megatrain.checkpoints.tile_file import sections
+
+KEEP = 2
+
+
+def make() -> megatrain.StreamedModel:
+    module = families.build(FAMILIES[0], dropout=True)
+    return megatrain.StreamedModel(
+        module, device="cpu", compile=False, self_check=False, moments="int8", max_grad_norm=1.0, threads=1
+    )
+
+
+def digest(model: megatrain.StreamedModel) -> str:
+    """Of every byte that a checkpoint is to bring back."""
+    model._drain()
+    store = model._tiles.store
+    found = hashlib.blake2b(repr((model.steps, model.optimizer.progress())).encode(), digest_size=16)
+    for tile in range(len(store)):
+        for view in sections(store, tile).values():
+            found.update(view)
+    return found.hexdigest()
+
+
+def saver(directory: Path, log: Path) -> None:
+    """Steps, each followed by a save, until killed. Every third step is saved twice."""
+    told = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def tell(*words: object) -> None:
+        os.write(told, (" ".join(map(str, words)) + "\n").encode())
+
+    model = make()
+    if has_any(directory):
+        model.load_checkpoint(directory)
+    tell("ready")
+    while True:
+        model.step(text_batch(model.steps))
+        made = digest(model)
+        tell("begin", model.steps, made)
+        for _ in range(2 if model.steps % 3 == 0 else 1):
+            model.save_checkpoint(directory, keep=KEEP)
+            tell("end", model.steps, made)
+
+
+def kill_many(directory: Path, kills: int, seed: int) -> dict[str, int]:
+    """How many kills fell into a save, and the step reached. AssertionError if anything is lost."""
+    # Forked from a process that has imported everything and has no threads.
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["kill_while_saving"])
+    generator = random.Random(seed)
+    reader = make()
+    saves: dict[int, str] = {}
+    ended = inside = 0
+    for kill in range(kills):
+        log = directory / f"log-{kill}"
+        process = processes.Process(target=saver, args=(directory, log))
+        process.start()
+        while not log.exists() or not log.read_bytes():
+            assert process.is_alive()
+            time.sleep(0.01)
+        # From one save to several; the instant within it is anywhere.
+        time.sleep(generator.uniform(0.0, 0.5))
+        process.kill()
+        process.join()
+        lines = [line.split() for line in log.read_text().splitlines()[1:]]
+        last = ""
+        for word, step, made in lines:
+            # A process that goes on makes the same steps again, to the bit.
+            assert saves.setdefault(int(step), made) == made, f"kill {kill}: step {step} is another"
+            last = word
+            if word == "end":
+                ended = max(ended, int(step))
+        inside += last == "begin"
+        if not ended:
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # nothing may look damaged
+            reader.load_checkpoint(directory)
+        assert reader.steps >= ended, f"kill {kill}: step {ended} was saved, and {reader.steps} is the last that loads"
+        assert digest(reader) == saves[reader.steps], f"kill {kill}: step {reader.steps} is not what was saved"
+        names = sorted(path.name for path in directory.glob("checkpoint-*"))
+        assert len(names) <= KEEP + 2, names
+    return {"kills": kills, "inside a save": inside, "steps": ended}
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        print(kill_many(Path(directory), int(sys.argv[1]), seed=int(sys.argv[2]) if len(sys.argv) > 2 else 0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Checkpoints of `megatrain train`, as a user meets them: stop, go on, what is kept, what is refused."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("pydantic")
+from safetensors.torch import load_file
+from test_train_run import base, here, records, train  # noqa: F401
+
+import megatrain
+
+STEPS = ["steps=6", "eval.every=2", "sample={every: 3, tokens: 2}", "schedule={kind: wsd, warmup_steps: 3}"]
+TIMES = ("tokens_per_second", "seconds", "wait_copy_seconds", "wait_update_seconds", "checkpoint_seconds")
+
+
+def _metrics(run: str) -> list[dict[str, Any]]:
+    """Without times, checkpoints, and where lines of speed fall."""
+    found = [r for key in ("loss", "eval_loss", "sample") for r in records(key, run)]
+    return [{k: v for k, v in record.items() if k not in TIMES} for record in found]
+
+
+def _same_model(first: str, second: str) -> None:
+    one, other = (load_file(f"{run}/model/model.safetensors") for run in (first, second))
+    assert one.keys() == other.keys()
+    for name, values in one.items():
+        assert torch.equal(values, other[name]), name
+
+
+def _stop_at(monkeypatch: pytest.MonkeyPatch, where: str, step: int, signal_number: int = signal.SIGINT) -> None:
+    """The signal comes once, in the step or in a hook behind it."""
+    from megatrain.train.sample import Samples
+
+    owner, name = {"step": (megatrain.StreamedModel, "step"), "samples": (Samples, "after_step")}[where]
+    original = getattr(owner, name)
+    came = False
+
+    def stop(self: Any, argument: Any) -> Any:
+        nonlocal came
+        at = self.steps + 1 if where == "step" else argument.step
+        if at == step and not came:
+            came = True
+            os.kill(os.getpid(), signal_number)
+        return original(self, argument)
+
+    monkeypatch.setattr(owner, name, stop)
+
+
+@pytest.mark.parametrize(
+    ("where", "step", "number"),
+    [
+        ("step", 4, signal.SIGINT),
+        ("step", 3, signal.SIGTERM),
+        ("samples", 3, signal.SIGINT),
+        ("samples", 6, signal.SIGINT),
+    ],
+)
+@pytest.mark.parametrize("precision", ["{dtype: bfloat16, moments: int8}"])
+def test_a_stopped_run_goes_on_as_if_it_had_not(
+    here: Path,  # noqa: F811
+    where: str,
+    step: int,
+    number: int,
+    precision: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = [*STEPS, f"precision={precision}"]
+    assert train(*arguments, "output.directory=runs/straight") == 0
+    _stop_at(monkeypatch, where, step, number)
+    capsys.readouterr()
+    assert train(*arguments) == (130 if number == signal.SIGINT else 143)
+    shown = capsys.readouterr()
+    done = int(shown.err.split("after step ")[1].split()[0])
+    word = "interrupted" if number == signal.SIGINT else "terminated"
+    assert shown.err == (
+        f"megatrain: {word} after step {done} of 6; "
+        f"runs/a/checkpoint-{done} is saved, --set resume=auto goes on from it\n"
+    )
+    assert f"step {done}  saved runs/a/checkpoint-{done} in " in shown.out
+    assert train(*arguments, "resume=auto") == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert f"going on after step {done} of runs/a\n" in shown.out
+    assert [path.name for path in Path("runs").iterdir() if path.name.startswith("a")] == ["a"]
+    assert _metrics("runs/a") == _metrics("runs/straight")
+    _same_model("runs/a", "runs/straight")
+
+
+def test_checkpoints_on_the_way(here: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    """Every two steps, the last two kept; a run that was killed behind the second goes on from it, and one whose
+    newest is damaged from the one before; steps made anew are logged once."""
+    assert train(*STEPS, "checkpoint={every: 2, keep: 2}") == 0
+    assert sorted(path.name for path in Path("runs/a").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    saved = records("checkpoint")
+    assert [(r["step"], r["checkpoint"]) for r in saved] == [(s, f"checkpoint-{s}") for s in (2, 4, 6)]
+    assert all(record["checkpoint_seconds"] > 0 for record in saved)
+    expected = _metrics("runs/a")
+    shutil.move("runs/a", "runs/straight")
+    assert train(*STEPS, "checkpoint={every: 2, keep: 2}") == 0
+    shutil.rmtree("runs/a/model")
+    os.truncate("runs/a/checkpoint-6/tile-00001.safetensors", 100)
+    with Path("runs/a/metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "lo')  # cut short
+    capsys.readouterr()
+    assert train(*STEPS, "checkpoint={every: 2, keep: 2}", "resume=auto") == 0
+    shown = capsys.readouterr()
+    assert shown.err.startswith("megatrain: runs/a/checkpoint-6 is damaged: tile-00001.safetensors has 100 bytes")
+    assert shown.err.count("\n") == 1
+    assert "going on after step 4 of runs/a\n" in shown.out
+    assert _metrics("runs/a") == expected
+    _same_model("runs/a", "runs/straight")
+    assert sorted(path.name for path in Path("runs/a").glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_from_a_path_a_new_run_goes_on(here: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    assert train(*STEPS, "checkpoint.every=2", "checkpoint.keep=9") == 0
+    assert train(*STEPS, "resume=runs/a/checkpoint-2") == 0
+    _same_model("runs/a", "runs/a-2")
+    assert [record["step"] for record in records("loss", "runs/a-2")] == [3, 4, 5, 6]
+    # The number of steps may change: here the run is extended.
+    assert train(*STEPS, "steps=8", "resume=runs/a") == 0
+    assert [record["step"] for record in records("loss", "runs/a-3")] == [7, 8]
+
+
+def test_a_run_killed_behind_its_last_step_saves_its_model(here: Path) -> None:  # noqa: F811
+    assert train(*STEPS, "checkpoint.every=3") == 0
+    shutil.copytree("runs/a/model", "before/model")
+    shutil.rmtree("runs/a/model")
+    assert train(*STEPS, "checkpoint.every=3", "resume=auto") == 0
+    _same_model("runs/a", "before")
+
+
+def test_auto_begins_where_there_is_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    assert train("steps=1", "resume=auto", "sample.tokens=0") == 0
+    assert train("steps=1", "resume=auto", "sample.tokens=0") == 0  # without a checkpoint
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["a", "a-2"]
+    capsys.readouterr()
+    assert train("steps=1", "resume=auto", "output={directory: runs/a, if_exists: error}") == 2
+    assert "runs/a: holds something already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("resume=nowhere", "resume: nowhere has no whole checkpoint"),
+        ("seed=3", "resume: runs/a/checkpoint-4 is not of this model: seed is 0 in the checkpoint and 3 in the model"),
+        ("precision.moments=bf16", "moments is fp32 in the checkpoint and bf16 in the model"),
+        ("sequence_length=48", "resume: runs/a: the saved position"),
+        ("steps=4", "resume: runs/a is after step 4 of 4; nothing is left to do"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    here: Path,  # noqa: F811
+    override: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert train("steps=4", "checkpoint.every=2", "sample.tokens=0") == 0
+    before = sorted(str(path) for path in Path("runs").rglob("*"))
+    capsys.readouterr()
+    assert train("steps=5", "resume=auto", "sample.tokens=0", override) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+    assert sorted(str(path) for path in Path("runs").rglob("*")) == before
+
+
+def test_a_full_disk(
+    here: Path,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A checkpoint that is due ends the run, the one before stays; an interrupted run says what it could not do."""
+    saved = megatrain.StreamedModel.save_checkpoint
+
+    def full(self: megatrain.StreamedModel, directory: Any, **keys: Any) -> Any:
+        if self.steps < 3:
+            return saved(self, directory, **keys)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file")
+
+    monkeypatch.setattr(megatrain.StreamedModel, "save_checkpoint", full)
+    assert train("checkpoint.every=2", "sample.tokens=0") == 1
+    assert "step 4: the checkpoint could not be saved: [Errno 28] No space left" in capsys.readouterr().err
+    assert [path.name for path in Path("runs/a").glob("checkpoint-*")] == ["checkpoint-2"]
+    _stop_at(monkeypatch, "step", 4)
+    assert train("checkpoint.every=2", "sample.tokens=0", "output.directory=runs/b") == 130
+    error = capsys.readouterr().err
+    assert "its checkpoint was not saved ([Errno 28] No space left on device: 'file')" in error
+    assert error.endswith("runs/b/checkpoint-2 is the last one\n")
