@@ -13,6 +13,7 @@ import torch
 from megatrain.chunked_loss import default_chunk_rows
 from megatrain.gradients import GradientSink
 from megatrain.host_shelf import HostShelf
+from megatrain.planner.work import kept_side
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -132,13 +133,13 @@ def memory(shape: ModelShape, job: Job, placement: Placement, sizes: Sizes | Non
                 slots = max(slots, job.slots * unit.weights)
         all_kept = kept_bytes(block, place, job) // rounds
         first_input = block.inputs * batch.tokens * element // rounds if index == 0 else 0
-        if place.kept_on == "host":
+        if kept_side(place) == "host":
             # What the embedding hands to the first block is no block's output and stays.
             host_kept += max(0, all_kept - first_input)
             shelf = HostShelf.PENDING_BYTES + SHELF_EXTRA
-        stays = all_kept if place.kept_on == "device" else min(first_input, all_kept)
+        stays = all_kept if kept_side(place) == "device" else min(first_input, all_kept)
         each = min(kept_elements(block, place.keep_for(number)) for number in range(batch.micro_batches))
-        kept.append(each * batch.micro_tokens * element if place.kept_on == "device" else 0)
+        kept.append(each * batch.micro_tokens * element if kept_side(place) == "device" else 0)
         on_device.append(stays)
     shelf = min(shelf, 2 * host_kept)
     for shaped, unit in zip(shape.outside, sizes.outside, strict=True):

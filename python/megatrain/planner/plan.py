@@ -14,6 +14,7 @@ from megatrain.planner.refusal import refusal
 from megatrain.planner.search import search
 from megatrain.planner.shape import ModelShape
 from megatrain.planner.timeline import Steps, Timeline
+from megatrain.planner.work import kept_side
 
 ALTERNATIVES = 3
 
@@ -173,7 +174,7 @@ def _placement_json(placement: Placement, blocks: int) -> dict[str, Any]:
     return {
         "order": placement.order,
         "blocks": [
-            {"first": first, "last": last, "keep": place.keep, "kept_on": place.kept_on, "resident": place.resident}
+            {"first": first, "last": last, "keep": place.keep, "kept_on": kept_side(place), "resident": place.resident}
             for first, last, place in runs(placement, blocks)
         ],
         "outside": dict(placement.outside),

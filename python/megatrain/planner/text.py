@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from megatrain.planner.hardware import GIB
 from megatrain.planner.memory import usable_device, usable_host
 from megatrain.planner.plan import runs
+from megatrain.planner.work import kept_side
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -95,7 +96,7 @@ def in_one_line(placement: Placement, blocks: int) -> str:
     parts: list[str] = [placement.order]
     for first, last, place in runs(placement, blocks):
         resident = {"none": "", "weights": " weights resident,", "all": " resident,"}[place.resident]
-        parts.append(f"{_span(first, last)}{resident} {place.keep} on {place.kept_on}")
+        parts.append(f"{_span(first, last)}{resident} {place.keep} on {kept_side(place)}")
     kept = [name for name, residence in placement.outside.items() if residence == "all"]
     if kept:
         parts.append(f"resident {', '.join(kept)}")
@@ -108,4 +109,4 @@ def _span(first: int, last: int) -> str:
 
 def _words(place: BlockPlacement) -> str:
     kept = place.keep if isinstance(place.keep, str) else place.keep[0]
-    return f"{RESIDENT[place.resident]}; {KEEP[kept]} on the {place.kept_on}"
+    return f"{RESIDENT[place.resident]}; {KEEP[kept]} on the {kept_side(place)}"

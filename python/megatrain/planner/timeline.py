@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from megatrain.host_shelf import HostShelf
 from megatrain.planner.memory import Sizes, kept_elements
-from megatrain.planner.work import Work
+from megatrain.planner.work import Work, kept_side
 
 if TYPE_CHECKING:
     from megatrain.placement import Placement
@@ -82,7 +82,7 @@ class Steps:
         for index, (block, unit) in enumerate(zip(self.shape.blocks, self.sizes.blocks, strict=True)):
             place = placement.block(index)
             traffic += passes * unit.weights if place.resident != "all" else 0
-            if place.kept_on == "host":
+            if kept_side(place) == "host":
                 traffic += kept_elements(block, place.keep_for(0)) * self.job.batch.tokens * self.job.element
         left = hardware.update - traffic / self.forward_seconds
         return max(left, hardware.update_beside_copies)
@@ -124,7 +124,7 @@ class _Run:
         self.kept = [
             [
                 kept_elements(block, place.keep_for(m)) * batch.micro_tokens * self.job.element
-                if place.kept_on == "host"
+                if kept_side(place) == "host"
                 else 0
                 for m in range(batch.micro_batches)
             ]

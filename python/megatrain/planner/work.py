@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megatrain.placement import Keep
+    from megatrain.placement import BlockPlacement, Keep, Side
     from megatrain.planner.hardware import Hardware
     from megatrain.planner.job import Job
     from megatrain.planner.shape import BlockShape, ModelShape
@@ -84,3 +84,9 @@ class Work:
 
     def recompute_list(self, keep: Keep) -> list[float]:
         return self._recompute[keep]
+
+
+def kept_side(place: BlockPlacement) -> Side:
+    """Where what the block keeps is taken to wait: a block that keeps more than its inputs is taken to have them where
+    the rest is."""
+    return place.inputs_side if place.keep_for(0) == "inputs" else place.kept_on
