@@ -50,6 +50,9 @@ int wrong_of(const std::string& without, int rounds) {
 TEST(KeptStore, WhatComesBackIsWhatWent) { EXPECT_EQ(wrong_of("", 60), 0); }
 
 TEST(KeptStore, EachWaitIsNeeded) {
+#if defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "removing a wait is a data race, which the thread sanitizer reports";
+#endif
   EXPECT_GT(wrong_of("kept_ready", 60), 0);
   EXPECT_GT(wrong_of("kept_landed", 60), 0);
   EXPECT_GT(wrong_of("kept_arrived", 60), 0);

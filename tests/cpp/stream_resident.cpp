@@ -151,11 +151,12 @@ bool seen_right(const std::string& without, std::uint64_t seed) {
 }
 
 TEST(ResidentTiles, ALookWaitsForTheUpdate) {
+  for (std::uint64_t seed = 0; seed < 20; ++seed) EXPECT_TRUE(seen_right("", seed));
+#if defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "removing a wait is a data race, which the thread sanitizer reports";
+#endif
   int wrong = 0;
-  for (std::uint64_t seed = 0; seed < 20; ++seed) {
-    EXPECT_TRUE(seen_right("", seed));
-    wrong += !seen_right("resident_updated", seed);
-  }
+  for (std::uint64_t seed = 0; seed < 20; ++seed) wrong += !seen_right("resident_updated", seed);
   EXPECT_GT(wrong, 0);
 }
 
