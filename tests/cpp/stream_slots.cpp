@@ -95,7 +95,7 @@ TEST_F(SlotRingTest, KeepsOneTilesSlotForIt) {
   EXPECT_EQ(demand(5), -1);
   slots_[1].uses = 1;
   slots_[0].uses = 0;
-  EXPECT_EQ(demand(4), 0);  // its own is held with older weights: the ring helps out
+  EXPECT_EQ(demand(4), -1);  // its own is held: no other will do, since its users know its memory
 }
 
 TEST_F(SlotRingTest, KnowsSizes) {
