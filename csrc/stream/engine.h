@@ -32,9 +32,8 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
   ~Engine();  // closes
 
-  // A device buffer for weights; with `only_tile`, for that tile alone, which then
-  // uses no other. The caller keeps it alive
-  // until close().
+  // A device buffer for weights; with `only_tile`, for that tile alone, which then uses no other. The
+  // caller keeps it alive until close().
   int add_slot(std::byte* device, std::size_t bytes, int only_tile = -1);
   // The tiles that will be acquired next, in order. A guess: others are right, only slower.
   void expect(const std::vector<int>& tiles);
