@@ -213,7 +213,8 @@ def main() -> None:
             results.append(dict(row, error=str(error).splitlines()[0][:150]))
             torch.cuda.set_per_process_memory_fraction(1.0)
         if arguments.json:
-            found = dict(machine=machine(model, arguments.commit), arguments=vars(arguments), rows=results)
+            asked = {key: value for key, value in vars(arguments).items() if not isinstance(value, Path)}
+            found = dict(machine=machine(model, arguments.commit), arguments=asked, rows=results)
             arguments.json.write_text(json.dumps(found, indent=1, default=str) + "\n")
     if arguments.trace:
         model.export_trace(arguments.trace)
