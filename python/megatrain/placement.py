@@ -81,7 +81,7 @@ class Placement:
         if not self.blocks:
             raise ValueError("blocks is empty; give at least one BlockPlacement, which then stands for all blocks")
         for value in self.outside.values():
-            _check("outside", value, get_args(Residence))
+            _check("outside", value, ("none", "all"))
 
     @staticmethod
     def spread(
