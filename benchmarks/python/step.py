@@ -16,8 +16,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -149,6 +151,20 @@ def run_row(
     return result
 
 
+def resident_steps(
+    model: str, layers: int | None, rows: list[dict[str, Any]]
+) -> dict[tuple[int, int, int], float]:
+    """Seconds by micro, length and accumulate. In a process of its own: what its compiler leaves in host memory
+    would be missing for tiles."""
+    seconds: dict[tuple[int, int, int], float] = {}
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
+        for key in dict.fromkeys((row["micro"], row["length"], row["accumulate"]) for row in rows):
+            found = process.submit(resident_step, model, *key, layers).result()
+            seconds[key] = found.seconds
+            print(f"resident step {key}: {found.seconds:.3f} s, {found.tflops:.1f} TFLOPS {found}", flush=True)
+    return seconds
+
+
 def table(results: list[dict[str, Any]]) -> str:
     lines = [
         f"{'row':34} {'s/step':>7} {'TFLOPS':>7} {'drained':>7} {'tok/s':>6} {'of res.':>7} {'stream':>6} {'w.up':>5} "
@@ -177,18 +193,13 @@ def main() -> None:
     parser.add_argument("--host-memory")
     parser.add_argument("--commit", default="", help="of the source, where git cannot say")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--trace", type=Path, help="of the last row")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="for a trace of each row")
     arguments = parser.parse_args()
     rows = [parse_row(text) for text in arguments.row or ["streamed"]]
 
     resident: dict[tuple[int, int, int], float] = {}
     if torch.cuda.is_available() and not arguments.no_resident:
-        for row in rows:
-            key = (row["micro"], row["length"], row["accumulate"])
-            if key not in resident:
-                found = resident_step(arguments.model, *key, arguments.layers)
-                resident[key] = found.seconds
-                print(f"resident step {key}: {found.seconds:.3f} s, {found.tflops:.1f} TFLOPS {found}", flush=True)
+        resident = resident_steps(arguments.model, arguments.layers, rows)
 
     started = time.perf_counter()
     module = meta_model(arguments.model, arguments.layers)
@@ -212,12 +223,12 @@ def main() -> None:
         except (torch.cuda.OutOfMemoryError, MemoryError) as error:
             results.append(dict(row, error=str(error).splitlines()[0][:150]))
             torch.cuda.set_per_process_memory_fraction(1.0)
+        if arguments.trace:
+            model.export_trace(arguments.trace / f"{row['name'].replace(' ', '-')}.trace.json")
         if arguments.json:
             asked = {key: value for key, value in vars(arguments).items() if not isinstance(value, Path)}
             found = dict(machine=machine(model, arguments.commit), arguments=asked, rows=results)
             arguments.json.write_text(json.dumps(found, indent=1, default=str) + "\n")
-    if arguments.trace:
-        model.export_trace(arguments.trace)
     print(json.dumps(machine(model, arguments.commit)))
     parameters = model.memory_report().parameters
     what = f"{arguments.model}, {parameters / 1e9:.2f}B parameters, {blocks} blocks"

@@ -43,6 +43,21 @@ bool UpdateQueue::may_start(const Job& job) {
   return drained && (parts_.gate.reads_queued(job.tile) || !parts_.keeps(Wait::kGateFetch));
 }
 
+bool UpdateQueue::ready(const Job& job) {
+  if (parts_.keeps(Wait::kGradientLanded)) {
+    if (const SharedEvent landed = parts_.gate.last_drain(job.tile); landed && !backend_.reached(*landed)) {
+      return false;
+    }
+  }
+  if (!parts_.keeps(Wait::kGateFetch)) return true;
+  const std::vector<SharedEvent> reads = parts_.gate.last_reads(job.tile);
+  return std::all_of(reads.begin(), reads.end(),
+                     [&](const SharedEvent& read) { return backend_.reached(*read); });
+}
+
+// A caller that runs ahead of the device queues updates whose gradients land much later: to wait for
+// the most urgent of them would leave others undone that have landed long ago. Where none has, the
+// one queued first is the next to land.
 std::optional<UpdateQueue::Job> UpdateQueue::next_job() {
   // The oldest of each tile, with the lowest priority of all of that tile's.
   struct Candidate {
@@ -60,14 +75,16 @@ std::optional<UpdateQueue::Job> UpdateQueue::next_job() {
       candidate.priority = std::min(candidate.priority, job->priority);
     }
   }
-  const Candidate* best = nullptr;
-  for (const Candidate& candidate : candidates) {
-    if (best && candidate.priority >= best->priority) continue;
-    if (may_start(*candidate.oldest)) best = &candidate;
-  }
-  if (!best) return std::nullopt;
-  Job job = std::move(*best->oldest);
-  jobs_.erase(best->oldest);
+  std::erase_if(candidates, [&](const Candidate& candidate) { return !may_start(*candidate.oldest); });
+  if (candidates.empty()) return std::nullopt;
+  const auto first_queued = candidates.front().oldest;
+  std::stable_sort(candidates.begin(), candidates.end(),
+                   [](const Candidate& a, const Candidate& b) { return a.priority < b.priority; });
+  const auto best = std::find_if(candidates.begin(), candidates.end(),
+                                 [&](const Candidate& candidate) { return ready(*candidate.oldest); });
+  const auto chosen = best == candidates.end() ? first_queued : best->oldest;
+  Job job = std::move(*chosen);
+  jobs_.erase(chosen);
   return job;
 }
 

@@ -19,8 +19,8 @@ class UpdateQueue {
   ~UpdateQueue();  // after Monitor::stop or a failure: joins
 
   // Queues one update and closes the tile's gate. It starts when the tile's drains so far have
-  // landed and no copy reads its weights. The lowest priority goes first, equal ones in order;
-  // updates of one tile stay in order. An empty list does nothing.
+  // landed and no copy reads its weights. Of those that could start now the lowest priority goes
+  // first, equal ones in order; updates of one tile stay in order. An empty list does nothing.
   void push(int tile, std::vector<ParameterUpdate> updates, std::int64_t priority);
   void wait_idle();  // blocks until all queued updates have ended
   bool idle();
@@ -36,8 +36,9 @@ class UpdateQueue {
   };
 
   void work();
-  std::optional<Job> next_job();  // under the lock
-  bool may_start(const Job& job);
+  std::optional<Job> next_job();   // under the lock
+  bool may_start(const Job& job);  // what it waits for is on its stream
+  bool ready(const Job& job);      // and has ended
   void run(const Job& job);
 
   EngineParts parts_;

@@ -47,15 +47,20 @@ class ControlledBackend final : public Backend {
   // Set before the engine is made; called by its threads.
   std::function<void()> before_update = [] {};
   std::function<void(CopyKind)> before_copy = [](CopyKind) {};
+  std::function<void(EventView)> on_record = [](EventView) {};
+  std::function<bool(EventView)> seems_ahead = [](EventView) { return false; };  // not reached() yet
 
   const char* name() const noexcept override { return inner_->name(); }
   int device_index() const noexcept override { return inner_->device_index(); }
   int numa_node() const noexcept override { return inner_->numa_node(); }
-  void record(EventView event, StreamView stream) override { inner_->record(event, stream); }
+  void record(EventView event, StreamView stream) override {
+    on_record(event);
+    inner_->record(event, stream);
+  }
   void wait(StreamView stream, EventView event) override { inner_->wait(stream, event); }
   void synchronize(EventView event) override { inner_->synchronize(event); }
   void synchronize(StreamView stream) override { inner_->synchronize(stream); }
-  bool reached(EventView event) override { return inner_->reached(event); }
+  bool reached(EventView event) override { return !seems_ahead(event) && inner_->reached(event); }
   std::int64_t time_ns(EventView event) override { return inner_->time_ns(event); }
   void copy(void* destination, const void* source, std::size_t bytes, CopyKind kind,
             StreamView stream) override {

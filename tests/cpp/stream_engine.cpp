@@ -2,7 +2,10 @@
 #include <gtest/gtest.h>
 
 #include <atomic>
+#include <cstdint>
 #include <limits>
+#include <mutex>
+#include <optional>
 #include <thread>
 
 #include "base/error.h"
@@ -135,6 +138,35 @@ TEST(UpdateQueue, TakesTheLowestPriorityFirstAndEqualOnesInOrder) {
   small.engine->wait_updates();
   EXPECT_FALSE(small.engine->updates_pending());
   EXPECT_EQ(updated_tiles(*small.engine), (std::vector<int>{5, 2, 3, 1, 0}));
+}
+
+// The caller runs ahead: the drain of the most urgent tile is on its stream and has not landed.
+TEST(UpdateQueue, DoesWhatHasLandedBeforeWhatIsUrgent) {
+  const auto backend = std::make_shared<ControlledBackend>();
+  Latch latch;
+  backend->before_update = [&] { latch.pass(); };
+  std::atomic<int> drains = 0;
+  std::mutex mutex;
+  std::optional<std::uintptr_t> late;  // the mark behind the second drain
+  backend->before_copy = [&](CopyKind kind) { drains += kind == CopyKind::kDeviceToHost; };
+  backend->on_record = [&](EventView event) {
+    const std::lock_guard lock(mutex);
+    if (drains == 2 && !late) late = event.handle;
+  };
+  backend->seems_ahead = [&](EventView event) {
+    const std::lock_guard lock(mutex);
+    return late == event.handle;
+  };
+  SmallEngine small(backend, 4, 1);
+  small.halve(3, 0);
+  latch.wait_for_visitor();
+  for (const int tile : {1, 0}) small.engine->wait_drain(small.drain(tile), {});
+  small.halve(1, 5);
+  small.halve(2, 7);
+  small.halve(0, 0);
+  latch.open();
+  small.engine->wait_updates();
+  EXPECT_EQ(updated_tiles(*small.engine), (std::vector<int>{3, 1, 2, 0}));
 }
 
 TEST(UpdateQueue, KeepsTheUpdatesOfOneTileInOrder) {
