@@ -3,6 +3,7 @@
 from megatrain import rng
 from megatrain._native import CudaBackend, HostBackend, MemoryLimitError, __version__
 from megatrain.errors import CheckpointError, StaleGraphError, UnsupportedModelError
+from megatrain.hardware_probe import measured_hardware
 from megatrain.machine import MachineSpeed, UpdateSpeed, machine_speed
 from megatrain.model import StreamedModel
 from megatrain.placement import BlockPlacement, Placement
@@ -29,5 +30,6 @@ __all__ = [
     "UpdateSpeed",
     "__version__",
     "machine_speed",
+    "measured_hardware",
     "rng",
 ]

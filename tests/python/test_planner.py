@@ -28,7 +28,7 @@ from megatrain.planner import (
     preset,
 )
 from megatrain.planner.bounds import tables
-from megatrain.planner.hardware import GIB, preset_of_device
+from megatrain.planner.hardware import GIB
 from megatrain.planner.memory import memory, usable_device, usable_host
 from megatrain.planner.search import exhaustive, search
 from megatrain.planner.shape import BlockShape, UnitShape
@@ -450,10 +450,6 @@ def test_hardware_is_checked() -> None:
 
 def test_presets_are_found_by_name() -> None:
     assert preset("rtx4090") is preset("4090") is PRESETS["RTX 4090"]
-    assert preset_of_device("NVIDIA H100 80GB HBM3") is PRESETS["H100"]
-    assert preset_of_device("NVIDIA GH200 480GB") is PRESETS["GH200"]
-    assert preset_of_device("NVIDIA GeForce RTX 3090") is PRESETS["RTX 3090"]
-    assert preset_of_device("NVIDIA L4") is None
 
 
 # the batch, the words, the JSON

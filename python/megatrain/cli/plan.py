@@ -25,7 +25,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="YAML file of a run, of which model: suffices, or a model directory; config.json suffices in either",
     )
     parser.add_argument(
-        "--gpu", metavar="PRESET", help="H200, H100, A100, RTX 4090, RTX 3090 or GH200; without, this machine's"
+        "--gpu",
+        metavar="PRESET",
+        help="H200, H100, A100, RTX 4090, RTX 3090 or GH200; without, this machine is measured",
     )
     parser.add_argument("--gpu-memory", metavar="SIZE", help="of the device that may be used, such as 24GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="that may be used, such as 128GiB")
@@ -140,16 +142,12 @@ def _hardware(arguments: argparse.Namespace) -> "Hardware":
 
 
 def _this_machine() -> "Hardware":
-    """The preset of this machine's GPU, with the memory that is here."""
+    """Measured in two seconds."""
     import torch
 
-    from megatrain.planner.hardware import PRESETS, preset_of_device
+    from megatrain.hardware_probe import measured_hardware
+    from megatrain.planner.hardware import PRESETS
 
     if _native.cuda_device_count() == 0 or not torch.cuda.is_available():
         raise ValueError(f"there is no GPU here to plan for: name one with --gpu ({', '.join(PRESETS)})")
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    found = preset_of_device(properties.name)
-    if found is None:
-        raise ValueError(f"{properties.name} has no preset: name the nearest with --gpu, and --gpu-memory")
-    limit, _ = _native.host_memory_limit()
-    return replace(found, gpu_memory=int(properties.total_memory), host_memory=int(limit))
+    return measured_hardware()

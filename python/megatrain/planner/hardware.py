@@ -1,4 +1,5 @@
-"""What a machine can do, in figures: presets, until a measurement of the machine itself replaces them."""
+"""What a machine can do, in figures: measured (`megatrain.measured_hardware`), or a preset. The planner has its
+constants of machines from nowhere else."""
 
 from __future__ import annotations
 
@@ -18,6 +19,8 @@ class Hardware:
     """As torch reports it, before anything runs."""
     bf16_flops: float
     """Of large matrix products."""
+    attention_flops: float
+    """Of causal attention's forward in bf16, counting the half that is not masked."""
     fp32_flops: float
     gpu_bandwidth: float
     """Of the device's memory."""
@@ -46,6 +49,8 @@ class Hardware:
 # dense bf16 peak, device memory 0.83. The other cards have not been measured and are given the same shares.
 _PRODUCTS = 0.76
 _MEMORY = 0.83
+_ATTENTION = 0.72
+"""Of the speed of products: cuDNN's forward on an H200, 470 to 613 TFLOPS by shape."""
 
 
 def _pcie5(host_update: float) -> dict[str, float]:
@@ -80,6 +85,7 @@ PRESETS: dict[str, Hardware] = {
         name="H200",
         gpu_memory=int(139.8 * GIB),
         bf16_flops=750 * TERA,
+        attention_flops=_ATTENTION * 750 * TERA,
         fp32_flops=_PRODUCTS * 67 * TERA,
         gpu_bandwidth=4.0e12,
         host_memory=128 * GIB,
@@ -90,6 +96,7 @@ PRESETS: dict[str, Hardware] = {
         name="H100",
         gpu_memory=int(79.1 * GIB),
         bf16_flops=_PRODUCTS * 989 * TERA,
+        attention_flops=_ATTENTION * _PRODUCTS * 989 * TERA,
         fp32_flops=_PRODUCTS * 67 * TERA,
         gpu_bandwidth=_MEMORY * 3.35e12,
         host_memory=256 * GIB,
@@ -101,6 +108,7 @@ PRESETS: dict[str, Hardware] = {
         name="A100",
         gpu_memory=int(79.2 * GIB),
         bf16_flops=_PRODUCTS * 312 * TERA,
+        attention_flops=_ATTENTION * _PRODUCTS * 312 * TERA,
         fp32_flops=_PRODUCTS * 19.5 * TERA,
         gpu_bandwidth=_MEMORY * 2.039e12,
         host_memory=256 * GIB,
@@ -112,6 +120,7 @@ PRESETS: dict[str, Hardware] = {
         name="RTX 4090",
         gpu_memory=int(23.5 * GIB),
         bf16_flops=_PRODUCTS * 165.2 * TERA,
+        attention_flops=_ATTENTION * _PRODUCTS * 165.2 * TERA,
         fp32_flops=_PRODUCTS * 82.6 * TERA,
         gpu_bandwidth=_MEMORY * 1.008e12,
         host_memory=64 * GIB,
@@ -123,6 +132,7 @@ PRESETS: dict[str, Hardware] = {
         name="RTX 3090",
         gpu_memory=int(23.6 * GIB),
         bf16_flops=_PRODUCTS * 71 * TERA,
+        attention_flops=_ATTENTION * _PRODUCTS * 71 * TERA,
         fp32_flops=_PRODUCTS * 35.6 * TERA,
         gpu_bandwidth=_MEMORY * 0.936e12,
         host_memory=64 * GIB,
@@ -135,6 +145,7 @@ PRESETS: dict[str, Hardware] = {
         name="GH200",
         gpu_memory=int(94.5 * GIB),
         bf16_flops=_PRODUCTS * 990 * TERA,
+        attention_flops=_ATTENTION * _PRODUCTS * 990 * TERA,
         fp32_flops=_PRODUCTS * 67 * TERA,
         gpu_bandwidth=3.4e12,
         up=375 * GB,
@@ -155,15 +166,6 @@ def preset(name: str) -> Hardware:
         if _plain(known) == _plain(name) or _plain(known).removeprefix("rtx") == _plain(name):
             return hardware
     raise ValueError(f'gpu is "{name}"; there are presets of {", ".join(PRESETS)}')
-
-
-def preset_of_device(device_name: str) -> Hardware | None:
-    """The preset that a device's full name, such as "NVIDIA H100 80GB HBM3", contains."""
-    plain = _plain(device_name)
-    for known in sorted(PRESETS, key=len, reverse=True):
-        if _plain(known) in plain:
-            return PRESETS[known]
-    return None
 
 
 def _plain(name: str) -> str:

@@ -35,19 +35,20 @@ class Work:
         batch, element = job.batch, job.element
         tokens = batch.micro_tokens
         products = hardware.fp32_flops if element == 4 else hardware.bf16_flops
+        attending = hardware.fp32_flops if element == 4 else hardware.attention_flops
         bandwidth = hardware.gpu_bandwidth
         several = batch.micro_batches > 1
 
-        def forward(block: BlockShape, share: float = 1.0, less: float = 0.0) -> float:
-            """Of a share of all, or of all products but those of `less` FLOP."""
-            flops = (block.flops + block.attention_flops(batch.length)) * share - less
+        def forward(block: BlockShape, share: float = 1.0) -> float:
+            computed = block.flops / products + block.attention_flops(batch.length) / attending
             elementwise = FORWARD_PASSES * (block.everything * element) / bandwidth
-            return tokens * (flops / products + elementwise * share)
+            return tokens * (computed + elementwise) * share
 
         def backward(block: BlockShape) -> float:
-            flops = block.flops + block.trained_flops + ATTENTION_BACKWARD * block.attention_flops(batch.length)
+            computed = (block.flops + block.trained_flops) / products
+            computed += ATTENTION_BACKWARD * block.attention_flops(batch.length) / attending
             elementwise = BACKWARD_PASSES * (block.everything * element) / bandwidth
-            return tokens * (flops / (products * BACKWARD_PRODUCTS) + elementwise)
+            return tokens * (computed / BACKWARD_PRODUCTS + elementwise)
 
         blocks = shape.blocks
         units = [block.bytes(job.tile_format) for block in blocks]
@@ -61,7 +62,7 @@ class Work:
             "selected": [forward(b, b.recomputed_when_selected) for b in blocks],
             "inputs": [
                 # The elementwise passes of a recompute fuse with the backward's own.
-                tokens * (b.flops + b.attention_flops(batch.length) - b.last_flops) / products
+                tokens * ((b.flops - b.last_flops) / products + b.attention_flops(batch.length) / attending)
                 for b in blocks
             ],
         }

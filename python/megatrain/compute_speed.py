@@ -1,0 +1,112 @@
+"""How fast a device computes, in short measurements: products, attention, passes over its memory."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatrain.attention import preferred_attention
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeSpeed:
+    """FLOP/s of large matrix products and of causal attention's forward in bf16 (of which the masked half is not
+    counted), and bytes/s of passes over the device's memory."""
+
+    bf16_flops: float
+    fp32_flops: float
+    attention_flops: float
+    gpu_bandwidth: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProbeSizes:
+    """The defaults fill any GPU and take 0.4 GiB of its memory. heads, length, head_size: of attention over four
+    rows."""
+
+    product: tuple[int, int, int] = (8192, 4096, 14336)
+    fp32_product: tuple[int, int, int] = (4096, 4096, 4096)
+    heads: int = 32
+    length: int = 2048
+    head_size: int = 128
+    elements: int = 1 << 26
+    warm_up_seconds: float = 0.4
+    """Of products: a GPU that has been idle is faster at first than it stays."""
+    product_seconds: float = 0.4
+    other_seconds: float = 0.05
+
+
+ROWS = 4
+
+
+def compute_speed(device: torch.device, sizes: ProbeSizes | None = None) -> ComputeSpeed:
+    """Measured in about a second on a GPU that does nothing else. torch's settings (TF32, the choice of attention
+    kernels) count as they are. torch.OutOfMemoryError where there is no room."""
+    sizes = sizes or ProbeSizes()
+    generator = torch.Generator(device).manual_seed(0)
+
+    def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        # Zeros would need less power, and so run faster than weights do.
+        return torch.randn(shape, generator=generator, device=device, dtype=dtype)
+
+    def product(m: int, k: int, n: int, dtype: torch.dtype, warm_up: float, seconds: float) -> float:
+        a, b = random(m, k, dtype=dtype), random(k, n, dtype=dtype)
+        out = torch.empty(m, n, device=device, dtype=dtype)
+        call = _repeated(lambda: torch.mm(a, b, out=out), device)
+        call(warm_up)
+        return 2.0 * m * k * n / call(seconds)
+
+    def attention() -> float:
+        shape = (ROWS, sizes.heads, sizes.length, sizes.head_size)
+        query, key, value = random(*shape), random(*shape), random(*shape)
+        attend = torch.nn.functional.scaled_dot_product_attention
+        with preferred_attention(device):
+            call = _repeated(lambda: attend(query, key, value, is_causal=True), device)
+            call(0.0)
+            seconds = call(sizes.other_seconds)
+        return 2.0 * ROWS * sizes.heads * sizes.length**2 * sizes.head_size / seconds
+
+    def passes() -> float:
+        source = random(sizes.elements)
+        out = torch.empty_like(source)
+        call = _repeated(lambda: torch.add(source, 1.0, out=out), device)
+        call(0.0)
+        return 2.0 * source.nbytes / call(sizes.other_seconds)
+
+    with torch.no_grad():
+        return ComputeSpeed(
+            bf16_flops=product(*sizes.product, torch.bfloat16, sizes.warm_up_seconds, sizes.product_seconds),
+            fp32_flops=product(*sizes.fp32_product, torch.float32, 0.0, sizes.other_seconds),
+            attention_flops=attention(),
+            gpu_bandwidth=passes(),
+        )
+
+
+def _repeated(work: Callable[[], object], device: torch.device) -> Callable[[float], float]:
+    """A function that repeats the work for some seconds, once at least, and returns the seconds of one."""
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    def repeat(seconds: float) -> float:
+        wait()
+        started, done, batch = time.perf_counter(), 0, 1
+        while True:
+            for _ in range(batch):
+                work()
+            wait()
+            done += batch
+            taken = time.perf_counter() - started
+            if taken >= seconds:
+                return taken / done
+            # Half of what is left at once: the device has work queued while the host looks at the clock.
+            batch = max(1, int((seconds - taken) / (taken / done) / 2))
+
+    return repeat
