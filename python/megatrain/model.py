@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 import weakref
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
 from megatrain import checkpoint, checkpoints, stacks
 from megatrain._native import Engine, TileStore
+from megatrain.auto_placement import AutoPlacement
 from megatrain.autograd import DirectCalls
 from megatrain.blocks import BlockCaller
 from megatrain.calls import BlockRunner
@@ -58,6 +60,8 @@ if TYPE_CHECKING:
 
     from megatrain._native import CudaBackend, HostBackend
     from megatrain.parameters import TileParameter
+    from megatrain.planner import Batch, Hardware, Plan
+    from megatrain.step_runner import Active
     from megatrain.units import TiledParameter, Unit
 
 
@@ -78,8 +82,13 @@ class StreamedModel:
         1/8 (first) and 1/16 (second moment) of the value. Rounding is keyed by `seed`, the parameter's name,
         its step and the element's index.
     device: "auto", "cuda", "cuda:1", "cpu" (the host backend), or a backend object.
-    placement: what stays on the device, what forwards keep for backwards, in which order a step works; see
-        `Placement`. The default streams every block and keeps its inputs.
+    placement: what stays on the device, what forwards keep for backwards, in which order a step works: a
+        `Placement`, or "auto" for what the planner finds fastest in the memory there is. It plans at the first
+        `step()`, from the shape of its batch, and again where batches outgrow it; a plan that runs out of memory in
+        its first step gives way to a smaller one, with a warning. `plan` is what it found, `unplanned` says why it
+        did not: on the host, or for modules it does not understand, every block streams and keeps its inputs.
+    hardware: the figures that the planner uses: None to measure them (CUDA; about two seconds, once a process), the
+        name of a preset ("RTX 4090"), or a `megatrain.planner.Hardware`.
     slots: streamed blocks' weights that the device holds at a time. With 1 no copy overlaps computation.
     compile: torch.compile the blocks; None for True on CUDA.
     skip_nonfinite: a step whose gradient norm is not finite updates nothing and is counted.
@@ -108,7 +117,8 @@ class StreamedModel:
         dtype: torch.dtype = torch.bfloat16,
         master: str = "split",
         moments: str = "fp32",
-        placement: Placement | None = None,
+        placement: Placement | Literal["auto"] = "auto",
+        hardware: Hardware | str | None = None,
         device: str | torch.device | HostBackend | CudaBackend = "auto",
         slots: int = 2,
         compile: bool | None = None,
@@ -141,7 +151,7 @@ class StreamedModel:
             staging_bytes=staging_bytes,
             keep_gradients=keep_gradients,
             self_check=self_check,
-            placement=placement or Placement(),
+            placement=Placement() if placement == "auto" else placement,
             transfers=transfers or Transfers(),
         )
         backend = self._backend = resolve_backend(device)
@@ -165,6 +175,9 @@ class StreamedModel:
         self._plan = plan
         self._unit_by_tile = {unit.tile: unit for unit in plan.units}
         require_memory(plan, self.settings, backend)
+        compiled = self.device.type == "cuda" if compile is None else compile
+        self._auto = AutoPlacement(module, plan, found, backend, hardware, compiled)
+        self._automatic = placement == "auto"
 
         threads = update_threads(threads, backend)
         store = TileStore(backend, threads=threads, isa=chosen_isa(isa), staging_bytes=staging_bytes)
@@ -175,7 +188,6 @@ class StreamedModel:
         if self.settings.host_memory is not None:
             self._engine.limit_kept(self.settings.host_memory - plan.nbytes - staging_bytes)
         self._weights = DeviceWeights(self._engine, plan, self.device, slots, self.settings.placement)
-        compiled = self.device.type == "cuda" if compile is None else compile
         self._sink = GradientSink(
             self._engine, self._tiles, self.device, self._weights.resident, compiled and self.device.type == "cuda"
         )
@@ -269,28 +281,10 @@ class StreamedModel:
             loss = torch.zeros((), dtype=torch.float64, device=self.device)
         if active:
             with DeferredInterrupts() as interrupts:
-                try:
-                    with torch.inference_mode(False), torch.enable_grad():
-                        self._prepare(active[0][1])
-                        self._engine.begin_step(self.steps)
-                        self._updates.begin_step()
-                        with preserved(self.device), self._surroundings.around(batches):
-                            self._updates.next_uses = self._steps.train(
-                                self.steps,
-                                active,
-                                loss,
-                                self._updates.next_uses,
-                                self._sink,
-                                self._unit_of,
-                                self._updates.complete,
-                                interrupts.check,
-                            )
-                    interrupts.check()
-                    self.optimizer.step()
-                except BaseException:
-                    self._updates.forget()
-                    self._steps.recover()
-                    raise
+                smaller = self._attempt(None, batches, active, loss, interrupts)
+                while smaller is not None:
+                    loss.zero_()
+                    smaller = self._attempt(smaller, batches, active, loss, interrupts)
         else:
             self._updates.nothing_to_update()
         totals = self._engine.wait_totals()
@@ -307,6 +301,83 @@ class StreamedModel:
             wait_update_seconds=update_ns / 1e9,
             loss_tensor=loss,
         )
+
+    def _attempt(
+        self,
+        plan: Plan | None,
+        batches: Sequence[Mapping[str, Any]],
+        active: Sequence[Active],
+        loss: torch.Tensor,
+        interrupts: DeferredInterrupts,
+    ) -> Plan | None:
+        """Place what the plan says, if there is one, then forward, backward and update; the weighted mean is added to
+        `loss`. Nothing has changed where a planned placement ran out of memory: then the smaller plan to begin anew
+        with."""
+        try:
+            if plan is not None:
+                self._place(plan.placement)
+            with torch.inference_mode(False), torch.enable_grad():
+                self._prepare(active[0][1])
+                self._follow_plan(batches)
+                may_fail = self.plan is not None and not self._auto.proven
+                self._engine.begin_step(self.steps)
+                self._updates.begin_step(may_fail=may_fail)
+                with (
+                    buffers_kept(self.module, only_after_errors=True) if may_fail else nullcontext(),
+                    preserved(self.device),
+                    self._surroundings.around(batches),
+                ):
+                    self._updates.next_uses = self._steps.train(
+                        self.steps,
+                        active,
+                        loss,
+                        self._updates.next_uses,
+                        self._sink,
+                        self._unit_of,
+                        self._updates.complete,
+                        interrupts.check,
+                    )
+            interrupts.check()
+            self._auto.proven = True
+            self.optimizer.step()
+            return None
+        except BaseException as error:
+            self._updates.forget()
+            self._steps.recover()
+            plan = self._auto.smaller_plan(error) if self._automatic else None
+            if plan is None:
+                raise
+        gc.collect()  # what the error's frames held
+        return plan
+
+    # the plan
+
+    @property
+    def plan(self) -> Plan | None:
+        """Placement and predictions that the planner made for steps as they came so far; None where `unplanned`
+        says why."""
+        return self._auto.plan if self._automatic else None
+
+    @property
+    def unplanned(self) -> str:
+        """Why there is no plan; "" where there is one."""
+        return self._auto.reason if self._automatic else "the placement was given by hand"
+
+    def plan_for(self, batch: Batch) -> Plan | None:
+        """Plan and place now for steps of this shape, which the first `step()` does otherwise. CannotFit (a
+        MemoryError), with figures, where nothing fits."""
+        plan = self._auto.plan_for(batch, self.settings, self._held) if self._automatic else None
+        if plan is not None:
+            self._place(plan.placement)
+        return self.plan
+
+    def _follow_plan(self, batches: Sequence[Mapping[str, Any]]) -> None:
+        batch = self._auto.batch_of(batches) if self._automatic else None
+        if batch is not None:
+            self.plan_for(batch)
+
+    def _held(self) -> int:
+        return self._plan.nbytes + self._engine.kept_bytes()
 
     # plain PyTorch
 
@@ -402,9 +473,21 @@ class StreamedModel:
         return self.settings.placement
 
     def place(
+        self,
+        placement: Placement | Literal["auto"],
+        *,
+        slots: int | None = None,
+        transfers: Transfers | None = None,
+    ) -> None:
+        """Go on with another placement, and if given other slots and transfers. Between steps. "auto" plans anew at
+        the next step; with a placement given by hand nothing is planned any more."""
+        self._auto.forget()
+        self._automatic = placement == "auto"
+        self._place(Placement() if placement == "auto" else placement, slots=slots, transfers=transfers)
+
+    def _place(
         self, placement: Placement, *, slots: int | None = None, transfers: Transfers | None = None
     ) -> None:
-        """Go on with another placement, and if given other slots and transfers. Between steps."""
         if self._sink.pending:
             raise RuntimeError("a backward() is waiting for optimizer.step() or optimizer.zero_grad()")
         settings = replace(

@@ -296,14 +296,18 @@ def _scalar_in(output: Any) -> torch.Tensor:
 
 
 @contextmanager
-def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Buffers outside the blocks as they were: statistics must not count the check's batches."""
+def buffers_kept(module: nn.Module, *, only_after_errors: bool = False) -> Iterator[None]:
+    """Buffers outside the blocks as they were: statistics must not count the check's batches, nor those of a step
+    that is begun anew."""
     buffers = [buffer for buffer in module.buffers() if buffer.device.type != "meta"]
     before = [buffer.clone() for buffer in buffers]
+    done = False
     try:
         yield
+        done = True
     finally:
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                if buffer.numel() and not torch.equal(buffer, value):
-                    buffer.copy_(value)
+        if not (done and only_after_errors):
+            with torch.no_grad():
+                for buffer, value in zip(buffers, before, strict=True):
+                    if buffer.numel() and not torch.equal(buffer, value):
+                        buffer.copy_(value)

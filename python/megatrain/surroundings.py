@@ -26,7 +26,7 @@ class Surroundings:
         self._device = device
         self._compiled = compiled
         self._weights_version = weights_version
-        self._head = _output_embeddings(module)
+        self._head = output_embeddings(module)
         self._configs = _caching_configs(module)
         self._collected = CollectedInside(module)
         self._warn_full_logits = WarnOnFullLogits()
@@ -90,14 +90,16 @@ class Surroundings:
         return moved.clone() if moved.is_inference() and not torch.is_inference_mode_enabled() else moved
 
 
-def _output_embeddings(module: nn.Module) -> nn.Module | None:
+def output_embeddings(module: nn.Module) -> nn.Linear | None:
+    """The product that makes logits, where it is a plain one."""
     get = getattr(module, "get_output_embeddings", None)
     try:
         head = get() if get is not None else None
     except (AttributeError, NotImplementedError):
         return None
-    plain = isinstance(head, nn.Linear) and type(head).forward is nn.Linear.forward and "forward" not in vars(head)
-    return head if plain else None
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward or "forward" in vars(head):
+        return None
+    return head
 
 
 def _caching_configs(module: nn.Module) -> list[Any]:

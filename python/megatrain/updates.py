@@ -54,10 +54,11 @@ class Updates:
 
     # while gradients land
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, may_fail: bool) -> None:
         """A step whose `complete` calls say which gradients are final. Without clipping and without the wait for
-        a finite norm, nothing has to wait for the last of them."""
+        a finite norm, nothing has to wait for the last of them, unless the step may have to be begun anew."""
         free = self.settings.max_grad_norm is None and self.clip_next is None and not self.settings.skip_nonfinite
+        free = free and not may_fail
         self._early = set() if free else None
         if free:
             self.optimizer.check_groups()

@@ -30,3 +30,13 @@ def torch_device(device: object) -> str:
 @pytest.fixture(autouse=True)
 def one_thread() -> None:
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models stream unless a test plans: else every small one would be resident on a GPU."""
+
+    def refuse(backend: object) -> None:
+        raise MemoryError("tests do not measure")
+
+    monkeypatch.setattr("megatrain.auto_placement.measured_hardware", refuse)

@@ -36,6 +36,7 @@ class Case:
     dropout: bool = False
 
 
+STREAMED = Placement()
 CASES = [
     Case("llama", shapes=2),
     Case("smollm3"),  # two structures
@@ -44,7 +45,7 @@ CASES = [
 
 
 def run(
-    case: Case, device: object, *, compile: bool, placement: Placement | None = None
+    case: Case, device: object, *, compile: bool, placement: Placement = STREAMED
 ) -> tuple[list[float], dict[str, torch.Tensor]]:
     family = BY_NAME[case.family]
     model = megatrain.StreamedModel(

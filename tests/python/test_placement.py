@@ -16,6 +16,7 @@ import megatrain
 from megatrain import BlockPlacement, Placement
 
 FAMILY_IDS = [family.name for family in FAMILIES]
+STREAMED = Placement()
 KEEPS = ["inputs", "selected", "everything"]
 ORDERS = ["layer-major", "micro-batch-major"]
 
@@ -26,7 +27,7 @@ def every_tensor_goes_to_the_shelf(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(
-    family: Any, device: object, placement: Placement | None, *, steps: int = 4, way: str = "step", **changes: Any
+    family: Any, device: object, placement: Placement, *, steps: int = 4, way: str = "step", **changes: Any
 ) -> tuple[list[float], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """(losses, gradients of the first step, exact weights after the last)."""
     settings: dict[str, Any] = dict(
@@ -91,7 +92,7 @@ def test_every_placement_of_one_family(dropout: bool, device: object, torch_devi
     exact = torch_device == "cpu"
     # Tied, head and embedding would be summed in another order in micro-batch-major order.
     settings: dict[str, Any] = dict(dropout=dropout, tie_word_embeddings=False)
-    expected = run(FAMILIES[1], device, None, **settings)
+    expected = run(FAMILIES[1], device, STREAMED, **settings)
     for name, placement in PLACEMENTS.items():
         try:
             assert_same(run(FAMILIES[1], device, placement, **settings), expected, exact)
@@ -103,7 +104,7 @@ def test_every_placement_of_one_family(dropout: bool, device: object, torch_devi
 @pytest.mark.parametrize("family", FAMILIES, ids=FAMILY_IDS)
 def test_placements_of_every_family(family: Any, way: str, device: object, torch_device: str) -> None:
     exact = torch_device == "cpu"
-    expected = run(family, device, None, steps=3, way=way)
+    expected = run(family, device, STREAMED, steps=3, way=way)
     for placement in (
         Placement(blocks=(BlockPlacement(keep="everything", resident="all"), BlockPlacement(keep="selected"))),
         Placement(
@@ -123,7 +124,7 @@ def test_placements_of_every_family(family: Any, way: str, device: object, torch
 def test_losses_are_equal_over_twenty_steps(dtype: torch.dtype, device: object, torch_device: str) -> None:
     exact = torch_device == "cpu"
     settings: dict[str, Any] = dict(steps=20, dtype=dtype, tie_word_embeddings=False)
-    expected = run(FAMILIES[0], device, None, **settings)
+    expected = run(FAMILIES[0], device, STREAMED, **settings)
     for name in (
         "layer-major, everything on the host, none",
         "layer-major, selected on the device, all",
@@ -141,7 +142,7 @@ def test_updates_on_the_device_write_the_bits_of_the_host(
     settings: dict[str, Any] = dict(dtype=torch.bfloat16, master=master, moments=moments, steps=5)
     resident = Placement(blocks=(BlockPlacement(resident="all"),), outside={"": "all"})
     exact = torch_device == "cpu"
-    assert_same(run(FAMILIES[1], device, resident, **settings), run(FAMILIES[1], device, None, **settings), exact)
+    assert_same(run(FAMILIES[1], device, resident, **settings), run(FAMILIES[1], device, STREAMED, **settings), exact)
 
 
 def test_updates_begin_while_gradients_land_where_nothing_waits_for_the_norm(
@@ -149,8 +150,8 @@ def test_updates_begin_while_gradients_land_where_nothing_waits_for_the_norm(
 ) -> None:
     settings: dict[str, Any] = dict(max_grad_norm=None, skip_nonfinite=False, tie_word_embeddings=False)
     exact = torch_device == "cpu"
-    expected = run(FAMILIES[1], device, None, max_grad_norm=None, tie_word_embeddings=False)
-    assert_same(run(FAMILIES[1], device, None, **settings), expected, exact)
+    expected = run(FAMILIES[1], device, STREAMED, max_grad_norm=None, tie_word_embeddings=False)
+    assert_same(run(FAMILIES[1], device, STREAMED, **settings), expected, exact)
     for name in ("micro-batch-major, everything on the device, all", "layer-major, selected on the host, weights"):
         assert_same(run(FAMILIES[1], device, PLACEMENTS[name], **settings), expected, exact)
 
@@ -166,13 +167,13 @@ def test_updates_begin_while_gradients_land_where_nothing_waits_for_the_norm(
 )
 def test_transfers_change_nothing(transfers: megatrain.Transfers, device: object, torch_device: str) -> None:
     exact = torch_device == "cpu"
-    expected = run(FAMILIES[1], device, None)
-    assert_same(run(FAMILIES[1], device, None, transfers=transfers), expected, exact)
-    assert_same(run(FAMILIES[1], device, None, transfers=transfers, slots=1), expected, exact)
+    expected = run(FAMILIES[1], device, STREAMED)
+    assert_same(run(FAMILIES[1], device, STREAMED, transfers=transfers), expected, exact)
+    assert_same(run(FAMILIES[1], device, STREAMED, transfers=transfers, slots=1), expected, exact)
 
 
 def test_edits_and_loading_reach_resident_weights(device: object) -> None:
-    placements = (None, Placement(blocks=(BlockPlacement(resident="all"),), outside={"": "all"}))
+    placements = (STREAMED, Placement(blocks=(BlockPlacement(resident="all"),), outside={"": "all"}))
     results = []
     for placement in placements:
         model = megatrain.StreamedModel(
@@ -245,7 +246,7 @@ def test_another_placement_between_steps_changes_nothing(device: object, torch_d
 @pytest.mark.parametrize("keep", KEEPS)
 @pytest.mark.parametrize("side", ["device", "host"])
 def test_two_backwards_of_one_forward(keep: Any, side: Any, device: object, torch_device: str) -> None:
-    def gradients(placement: Placement | None, halves: int) -> dict[str, torch.Tensor]:
+    def gradients(placement: Placement, halves: int) -> dict[str, torch.Tensor]:
         model = megatrain.StreamedModel(
             families.build(FAMILIES[1], dropout=True),
             device=device,
@@ -262,7 +263,7 @@ def test_two_backwards_of_one_forward(keep: Any, side: Any, device: object, torc
         model.close()
         return found
 
-    expected = gradients(None, 1)
+    expected = gradients(STREAMED, 1)
     for name, value in gradients(Placement(blocks=(BlockPlacement(keep=keep, kept_on=side),)), 2).items():
         assert_close(value, expected[name], 3e-6 if torch_device == "cpu" else 1e-3, name)
 
@@ -419,7 +420,7 @@ def test_kept_graphs_die_with_their_step(keep: Any) -> None:
 def test_gradients_of_resident_units_survive_edits_and_looks(device: object, torch_device: str) -> None:
     resident = Placement(blocks=(BlockPlacement(resident="all"),), outside={"": "all"})
 
-    def train(placement: Placement | None) -> tuple[float | None, dict[str, torch.Tensor]]:
+    def train(placement: Placement) -> tuple[float | None, dict[str, torch.Tensor]]:
         model = megatrain.StreamedModel(
             families.build(FAMILIES[1]), device=device, placement=placement, compile=False, dtype=torch.float32
         )
@@ -440,7 +441,7 @@ def test_gradients_of_resident_units_survive_edits_and_looks(device: object, tor
         model.close()
         return norm, state
 
-    norm, expected = train(None)
+    norm, expected = train(STREAMED)
     other_norm, found = train(resident)
     assert other_norm == pytest.approx(norm, rel=1e-5)
     for name, value in expected.items():

@@ -112,6 +112,19 @@ def test_predictions_hold_against_recorded_steps(row: Any, measured_updates: boo
     assert found.memory.device_bytes / GIB == pytest.approx(gib, rel=0.05)
 
 
+CAPS = {"cap24": 24, "cap80": 80}
+
+
+@pytest.mark.parametrize("row", RECORDED[4:], ids=[row[0] for row in RECORDED[4:]])
+def test_what_is_planned_is_at_least_as_good_as_what_was_found_by_hand(row: Any) -> None:
+    """In the device memory of the run by hand, by the planner's own predictions."""
+    name, rows, micro_batches, spread, clipping, _, _, _ = row
+    hardware = replace(H200, gpu_memory=CAPS[name] * GIB if name in CAPS else H200.gpu_memory)
+    job = Job(batch=Batch(micro_batches=micro_batches, rows=rows, length=1024), updates_wait=clipping)
+    by_hand = predict(SEVEN, job, hardware, Placement.spread(28, **spread))
+    assert make_plan(SEVEN, job, hardware).seconds <= by_hand.seconds
+
+
 def test_a_burst_of_one_layer() -> None:
     """Milliseconds for 16,384 tokens, 6.5 % longer in a whole step than in a burst."""
     work = Steps(SEVEN, Job(batch=Batch(rows=16)), H200).work
@@ -327,10 +340,8 @@ def test_it_is_deterministic_and_fast() -> None:
     assert took < 10  # about 1 s; a search that has lost its bounds takes minutes
 
 
-def test_the_best_found_by_hand_is_found() -> None:
+def test_a_step_that_is_bound_by_computation_keeps_the_order_that_was_best_by_hand() -> None:
     found = make_plan(SEVEN, Job(batch=Batch(micro_batches=4, rows=16)), H200)
-    by_hand = predict(SEVEN, found.job, H200, Placement.spread(28, resident=8, selected=16, outside=EMBEDDING))
-    assert found.seconds <= by_hand.seconds * 1.005
     assert found.placement.order == "layer-major"
     assert found.timeline.binding == "computation"
 
