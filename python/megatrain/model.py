@@ -31,7 +31,7 @@ from megatrain.loss import shifts_labels, tokens_of, weight_of
 from megatrain.machine import update_threads
 from megatrain.optimizer import StreamedAdamW
 from megatrain.placement import Placement
-from megatrain.report import EvaluationReport, MemoryReport, StepReport, write_chrome_trace
+from megatrain.report import EvaluationReport, MemoryReport, StepReport, during_step, write_chrome_trace
 from megatrain.rng import preserved
 from megatrain.self_check import buffers_kept, check_model, tiny_batch
 from megatrain.settings import AdamW, Settings, chosen_isa, parse_bytes, resolve_backend
@@ -469,6 +469,11 @@ class StreamedModel:
             yield values
 
     @property
+    def units(self) -> tuple[Unit, ...]:
+        """What shares a tile: one unit a block, one a module outside the stacks."""
+        return self._plan.units
+
+    @property
     def placement(self) -> Placement:
         return self.settings.placement
 
@@ -620,9 +625,13 @@ class StreamedModel:
         nanoseconds = sum(span.end_ns - span.begin_ns for span in spans)
         return sum(span.nbytes for span in spans) / nanoseconds * 1e9 if nanoseconds else 0.0
 
-    def export_trace(self, path: str | os.PathLike[str]) -> None:
-        """Copies, compute, updates and waits so far as a Chrome/Perfetto trace (JSON)."""
-        write_chrome_trace(self._engine.trace(), [unit.name for unit in self._plan.units], path)
+    def export_trace(self, path: str | os.PathLike[str], *, step: int | None = None) -> None:
+        """Copies, compute, updates and waits so far, or only what ran while that step computed (numbered as in
+        `StepReport`), as a Chrome/Perfetto trace (JSON)."""
+        spans = self._engine.trace()
+        if step is not None:
+            spans = during_step(spans, step)
+        write_chrome_trace(spans, [unit.name for unit in self._plan.units], path)
 
 
 def _on_meta(module: nn.Module) -> bool:

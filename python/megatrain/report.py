@@ -86,6 +86,20 @@ class MemoryReport:
         return "\n".join(lines)
 
 
+def during_step(spans: Sequence[TraceSpan], step: int) -> list[TraceSpan]:
+    """What ran between the step's first computation of a block and that of the next step, updates of the step before
+    included; to the end of the step's own spans where there is no next one."""
+    starts: dict[int, int] = {}
+    for span in spans:
+        if span.kind == "compute":
+            starts[span.step] = min(span.begin_ns, starts.get(span.step, span.begin_ns))
+    if step not in starts:
+        return []
+    begin = starts[step]
+    end = starts.get(step + 1, max(span.end_ns for span in spans if span.step == step))
+    return [span for span in spans if span.begin_ns < end and span.end_ns > begin]
+
+
 LANES = {"compute": 0, "copy_up": 1, "copy_down": 2, "update": 3, "wait": 4, "wait_down": 5}
 
 

@@ -355,7 +355,7 @@ def test_interrupted_runs_keep_whole_metrics_only(here: Path) -> None:
         error,
     )
     last = int(re.search(r"after step (\d+)", error)[1])  # type: ignore[index]
-    left = ["checkpoint-" + str(last), "config.yaml", "metrics.jsonl"]
+    left = ["achieved.json", "checkpoint-" + str(last), "config.yaml", "metrics.jsonl", "plan.json", "trace.json"]
     assert sorted(path.name for path in (here / "runs/tiny").iterdir()) == left
     steps = [record["step"] for record in _metrics("runs/tiny") if "loss" in record]
     # Every step that was finished is there, and no other one.

@@ -90,6 +90,16 @@ def test_the_run_decides_precision_and_batch(
     assert shown in capsys.readouterr().out
 
 
+def test_the_runs_own_machine_is_planned_for_unless_another_is_named(
+    here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = ("--set", "hardware=H200", "--set", "device_memory=80GiB", "--set", "host_memory=120GiB")
+    assert _plan("run.yaml", *keys) == 0
+    assert "H200, 80.0 GiB; host 120 GiB" in capsys.readouterr().out
+    assert _plan("run.yaml", *keys, "--gpu", "H100", "--gpu-memory", "60GiB") == 0
+    assert "H100, 60.0 GiB; host 120 GiB" in capsys.readouterr().out
+
+
 def test_a_new_model_has_the_tokenizers_vocabulary(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quickstart = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
     assert _plan(str(quickstart), "--gpu", "H100", "--json", "plan.json") == 0
@@ -113,7 +123,8 @@ def test_what_cannot_fit_is_one_line_with_figures_and_status_2(
 MISTAKES: list[tuple[list[str], str]] = [
     ([], "the following arguments are required: CONFIG"),
     (["absent.yaml", "--gpu", "H200"], "absent.yaml: No such file or directory"),
-    (["run.yaml", "--gpu", "TPU"], 'gpu is "TPU"; there are presets of H200, H100, A100, RTX 4090, RTX 3090, GH200'),
+    (["run.yaml", "--gpu", "TPU"], '"TPU" is no preset; there are presets of H200, H100, A100, RTX 4090, RTX 3090, GH'),
+    (["run.yaml", "--set", "hardware=TPU"], '"TPU" is no preset'),
     (["run.yaml", "--gpu", "H200", "--gpu-memory", "much"], '--gpu-memory is "much"; write bytes'),
     (["run.yaml", "--gpu", "H200", "--host-memory", "-1"], "--host-memory is -1; it must be above 0 bytes"),
     (["run.yaml", "--gpu", "H200", "--tokens", "1000"], "--tokens is 1000; it should be a multiple of"),

@@ -455,7 +455,7 @@ def test_batches_are_checked(name: str) -> None:
 def test_hardware_is_checked() -> None:
     with pytest.raises(ValueError, match="update of H200 is 0"):
         replace(H200, update=0.0)
-    with pytest.raises(ValueError, match='gpu is "TPU"; there are presets of H200, H100'):
+    with pytest.raises(ValueError, match='"TPU" is no preset; there are presets of H200, H100'):
         preset("TPU")
 
 

@@ -59,8 +59,8 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f'{", ".join(missing)} not installed; run: pip install "megatrain[train]"')
     from megatrain.planner import CannotFit, describe, make_plan, make_plan_for_tokens
 
-    hardware = _hardware(arguments)
     settings = _settings(arguments.config, arguments.overrides)
+    hardware = _hardware(arguments, settings)
     job = _job(settings, arguments.tokens)
     shape = _shape(settings)
     make = make_plan if arguments.tokens is None else make_plan_for_tokens
@@ -121,17 +121,18 @@ def _shape(settings: "TrainSettings") -> "ModelShape":
         raise UserError(f"model: {one_line(error)}") from error
 
 
-def _hardware(arguments: argparse.Namespace) -> "Hardware":
+def _hardware(arguments: argparse.Namespace, settings: "TrainSettings") -> "Hardware":
+    """What the command line says goes before what the run's file says."""
     from megatrain.planner import preset
     from megatrain.settings import parse_bytes
 
     try:
         gpu_memory = parse_bytes(arguments.gpu_memory, "--gpu-memory")
+        gpu_memory = gpu_memory or parse_bytes(settings.device_memory, "device_memory")
         host_memory = parse_bytes(arguments.host_memory, "--host-memory")
-        if arguments.gpu is not None:
-            hardware = preset(arguments.gpu)
-        else:
-            hardware = _this_machine()
+        host_memory = host_memory or parse_bytes(settings.host_memory, "host_memory")
+        gpu = arguments.gpu or (None if settings.hardware == "auto" else settings.hardware)
+        hardware = _this_machine() if gpu is None else preset(gpu)
     except ValueError as error:
         raise UserError(str(error)) from None
     return replace(

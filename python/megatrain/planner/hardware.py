@@ -165,7 +165,7 @@ def preset(name: str) -> Hardware:
     for known, hardware in PRESETS.items():
         if _plain(known) == _plain(name) or _plain(known).removeprefix("rtx") == _plain(name):
             return hardware
-    raise ValueError(f'gpu is "{name}"; there are presets of {", ".join(PRESETS)}')
+    raise ValueError(f'"{name}" is no preset; there are presets of {", ".join(PRESETS)}')
 
 
 def _plain(name: str) -> str:

@@ -68,7 +68,7 @@ class Plan:
             "updates_wait": self.job.updates_wait,
             "slots": self.job.slots,
             "hardware": asdict(self.hardware),
-            "placement": _placement_json(self.placement, len(self.shape.blocks)),
+            "placement": placement_json(self.placement, len(self.shape.blocks)),
             "predicted": {
                 **asdict(self.timeline),
                 "stall": self.timeline.stall,
@@ -82,7 +82,7 @@ class Plan:
             },
             "alternatives": [
                 {
-                    "placement": _placement_json(other.placement, len(self.shape.blocks)),
+                    "placement": placement_json(other.placement, len(self.shape.blocks)),
                     "seconds": other.seconds,
                     "device_bytes": other.device_bytes,
                 }
@@ -170,7 +170,8 @@ def runs(placement: Placement, blocks: int) -> list[tuple[int, int, BlockPlaceme
     return found
 
 
-def _placement_json(placement: Placement, blocks: int) -> dict[str, Any]:
+def placement_json(placement: Placement, blocks: int) -> dict[str, Any]:
+    """Plain values; `blocks` is the model's number of blocks."""
     return {
         "order": placement.order,
         "blocks": [

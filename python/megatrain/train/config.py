@@ -160,6 +160,20 @@ class TrainSettings(Settings):
     slots: int = Field(
         default=2, ge=2, description="Device buffers, each of the largest layer, that weights stream through."
     )
+    hardware: str = Field(
+        default="auto",
+        min_length=1,
+        description=(
+            "Whose figures the plan is made with: auto measures this machine (on a CPU nothing is planned), a "
+            "preset's name (H200, H100, A100, RTX 4090, RTX 3090, GH200) stands for another, on a CPU too."
+        ),
+    )
+    device_memory: int | str | None = Field(
+        default=None, description="Of the GPU that may be used, such as 24GiB; null: what is free."
+    )
+    host_memory: int | str | None = Field(
+        default=None, description="Of the host that may be used, such as 100GiB; null: what is free."
+    )
     seed: int = Field(
         default=0, ge=0, lt=2**63, description="Of the weights, the split, the order of rows and the sample."
     )

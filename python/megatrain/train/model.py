@@ -104,6 +104,9 @@ def stream(source: ModelSource, settings: TrainSettings) -> megatrain.StreamedMo
         device=settings.device,
         compile=None if settings.compile == "auto" else settings.compile,
         slots=settings.slots,
+        hardware=None if settings.hardware == "auto" else settings.hardware,
+        device_memory=settings.device_memory,
+        host_memory=settings.host_memory,
         seed=settings.seed,
     )
     try:

@@ -1,4 +1,4 @@
-"""The run directory: config.yaml, metrics.jsonl, and model/ that appears whole or not at all."""
+"""The run directory: config.yaml, plan.json, metrics.jsonl, and model/ that appears whole or not at all."""
 
 import json
 import math
@@ -12,16 +12,22 @@ import yaml
 
 from .config import OutputSettings, TrainSettings
 from .errors import UserError
+from .records import PLAN
 from .trackers import Tracker, open_trackers, send
 
 
 class RunDirectory:
-    """Made on the disk by open(), so that a run refused before its first step leaves nothing."""
+    """Made on the disk by open(), and taken back by discard(), so that a run refused in its first step leaves
+    nothing."""
 
     def __init__(self, settings: OutputSettings, *, resume: bool = False) -> None:
         self.settings_ = settings
         self.path_: Path | None = None
-        self.trackers_: list[Tracker] = []
+        self.settings_of_run_: TrainSettings | None = None
+        self.trackers_: list[Tracker] | None = None
+        self.made_: list[Path] = []
+        """Directories that open() made, the innermost first."""
+        self.logged_ = False
         self.step_ = 0
         self.resumed_: tuple[Path, int] | None = None
         self.saved_model = False
@@ -63,16 +69,32 @@ class RunDirectory:
             while _taken(path):
                 number += 1
                 path = wanted.with_name(f"{wanted.name}-{number}")
+            self.made_ = [each for each in (path, *path.parents) if not each.exists()]
             path.mkdir(parents=True, exist_ok=True)
         text = yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False)
         (path / "config.yaml").write_text(text, encoding="utf-8")
-        self.path_ = path
-        self.trackers_ = open_trackers(settings.report_to, path, settings.project, settings.model_dump(mode="json"))
+        self.path_, self.settings_of_run_ = path, settings
         return path
+
+    def discard(self) -> None:
+        """Nothing has come of the run: where nothing was logged, what open() made is removed."""
+        if self.path_ is None or self.logged_ or self.resumed_ is not None:
+            return
+        for name in ("config.yaml", PLAN):
+            (self.path_ / name).unlink(missing_ok=True)
+        for directory in self.made_:
+            directory.rmdir()
+        self.path_, self.made_ = None, []
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Add a line to metrics.jsonl, where numbers that are not finite become null, and tell the trackers."""
-        assert self.path_ is not None
+        assert self.path_ is not None and self.settings_of_run_ is not None
+        self.logged_ = True
+        settings = self.settings_of_run_
+        if self.trackers_ is None:
+            self.trackers_ = open_trackers(
+                settings.report_to, self.path_, settings.project, settings.model_dump(mode="json")
+            )
         values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with (self.path_ / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
@@ -80,7 +102,7 @@ class RunDirectory:
         send(self.trackers_, self.step_, record)
 
     def close(self) -> None:
-        for tracker in self.trackers_:
+        for tracker in self.trackers_ or []:
             tracker.close()
         self.trackers_ = []
 

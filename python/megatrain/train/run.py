@@ -4,7 +4,8 @@ step, and nothing is written before that step has run."""
 import dataclasses
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatrain.data.division import HELD_OUT, TRAIN
 from megatrain.data.isolation import leaks_between_documents
 from megatrain.errors import UnsupportedModelError
 
+from .account import Account, plan_run
 from .bigram import ByteBigram
 from .checkpoints import Checkpoints, resume
 from .config import TrainSettings
@@ -43,15 +45,16 @@ def run(settings: TrainSettings) -> None:
     model = stream(prepared.source, settings)
     _introduce(settings, prepared, model)
     _check_packing(model, prepared, settings)
+    plan_run(model, settings)
     try:
         with open_progress(prepared.steps, sys.stdout) as progress:
             state = Run(model, settings, prepared, directory, progress)
-            checkpoints = Checkpoints()
-            hooks: list[Hook] = [Evaluation([_KeepBest()]), Samples(), checkpoints]
+            checkpoints, account = Checkpoints(), Account()
+            hooks: list[Hook] = [account, Evaluation([_KeepBest()]), Samples(), checkpoints]
             source = resume(state, checkpoints)
             if source is not None:
                 progress.note(f"going on after step {state.step} of {source}")
-            _train(state, hooks, checkpoints)
+            _train(state, hooks, checkpoints, account)
             try:
                 _finish(state, hooks, started)
             except KeyboardInterrupt as interrupt:
@@ -124,12 +127,10 @@ class _KeepBest(Hook):
             run.directory.save_model(_writer(run), "best")
 
 
-def _train(state: Run, hooks: list[Hook], checkpoints: Checkpoints) -> None:
+def _train(state: Run, hooks: list[Hook], checkpoints: Checkpoints, account: Account) -> None:
     settings, directory = state.settings, state.directory
 
     def on_interval(interval: Interval) -> None:
-        if directory.path is None:
-            directory.open(settings)
         for record in interval.records:
             directory.log(dataclasses.asdict(record))
         directory.log(
@@ -141,10 +142,15 @@ def _train(state: Run, hooks: list[Hook], checkpoints: Checkpoints) -> None:
                 "seconds": interval.seconds,
             }
         )
+        account.add(state, interval)
         state.progress.show(interval)
 
+    if directory.path is None:
+        directory.open(settings)
+    account.write_plan(state)
     try:
-        run_steps(state, hooks, on_interval)
+        with _nothing_left_of_a_refusal(directory):
+            run_steps(state, hooks, on_interval)
         if state.stopped:
             state.progress.note(f"stopped after step {state.step} of {state.steps}: {state.stopped}")
     except KeyboardInterrupt as interrupt:
@@ -156,6 +162,19 @@ def _train(state: Run, hooks: list[Hook], checkpoints: Checkpoints) -> None:
         raise UserError(f"model: {one_line(error)}") from error
     except torch.OutOfMemoryError as error:
         raise RunError(one_line(error)) from error
+
+
+@contextmanager
+def _nothing_left_of_a_refusal(directory: RunDirectory) -> Iterator[None]:
+    """The directory of a run that ended before a step was logged is removed, but for want of memory: then its plan
+    says what was tried."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError):
+        raise
+    except BaseException:
+        directory.discard()
+        raise
 
 
 def _finish(state: Run, hooks: list[Hook], started: float) -> None:
