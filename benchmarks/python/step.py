@@ -4,10 +4,14 @@
         --row "streamed micro=16 accumulate=4" \
         --row "nine resident micro=16 accumulate=4 resident=9 everything=5 outside=all"
 
+    python benchmarks/python/step.py --model 7b --host-memory 120GiB --row "best planned micro=16 accumulate=4"
+
 A row is a name and settings: micro, length, accumulate (rows, tokens and number of micro-batches), steps,
 resident, everything, selected (numbers of blocks, see Placement.spread), kept_on, inputs_on, order, outside
 ("all" or the names of modules, joined by +), slots, cap (GiB of device memory), update_order, overlap_updates,
-burst, clipping (False: and no wait for a finite norm either).
+burst, clipping (False: and no wait for a finite norm either). With the word `planned` the planner places, from figures
+that it measures, in the memory that the cap leaves; nothing may be placed by hand in such a row. Beside what each row
+achieved stands what the planner predicts of its placement with these figures.
 
 TFLOPS = 6 * all parameters * tokens / wall time. The wall time runs from the return of a row's first step to
 the return of its last: each step's updates overlap the next one, so every step is counted with one update."""
@@ -34,8 +38,10 @@ from shapes import fill_random, meta_model
 
 import megatrain
 from megatrain import Placement, Transfers
+from megatrain.planner import Batch, Hardware, Job, ModelShape, Plan, describe, predict, preset
 
 GIB = 1 << 30
+BY_HAND = ("resident", "everything", "selected", "kept_on", "inputs_on", "order", "outside")
 DEFAULTS: dict[str, Any] = dict(
     micro=16,
     length=1024,
@@ -59,13 +65,16 @@ DEFAULTS: dict[str, Any] = dict(
 
 def parse_row(text: str) -> dict[str, Any]:
     words = text.split()
-    row: dict[str, Any] = dict(DEFAULTS, name=" ".join(word for word in words if "=" not in word))
+    name = " ".join(word for word in words if "=" not in word)
+    row: dict[str, Any] = dict(DEFAULTS, name=name, planned="planned" in words)
     for word in words:
         key, separator, value = word.partition("=")
         if not separator:
             continue
         if key not in DEFAULTS:
             raise SystemExit(f'row "{text}": unknown setting {key}; there are {", ".join(DEFAULTS)}')
+        if row["planned"] and key in BY_HAND:
+            raise SystemExit(f'row "{text}": is planned, so {key} is not set by hand')
         kind = type(DEFAULTS[key])
         row[key] = value == "True" if kind is bool else kind(value)
     return row
@@ -85,24 +94,52 @@ def placement_of(row: dict[str, Any], blocks: int) -> Placement:
     )
 
 
+def place_row(model: megatrain.StreamedModel, row: dict[str, Any], shape: ModelShape, hardware: Hardware | None) -> Any:
+    """The row's placement; its plan, of one by hand with predictions only, None without figures of the machine."""
+    transfers = Transfers(
+        update_order=row["update_order"], overlap_updates=row["overlap_updates"], burst=row["burst"]
+    )
+    batch = Batch(micro_batches=row["accumulate"], rows=row["micro"], length=row["length"])
+    if row["planned"]:
+        model.place("auto", slots=row["slots"], transfers=transfers)
+        plan = model.plan_for(batch)
+        if plan is None:
+            raise SystemExit(f"row {row['name']}: {model.unplanned}")
+        print("\n".join(describe(plan)), flush=True)
+        return plan
+    placement = placement_of(row, len(shape.blocks))
+    model.place(placement, slots=row["slots"], transfers=transfers)
+    if hardware is None:
+        return None
+    settings = model.settings
+    job = Job(
+        batch=batch,
+        tile_format=settings.tile_format,
+        updates_wait=settings.max_grad_norm is not None or settings.skip_nonfinite,
+        slots=row["slots"],
+    )
+    return predict(shape, job, hardware, placement)
+
+
 def run_row(
-    model: megatrain.StreamedModel, row: dict[str, Any], blocks: int, resident_seconds: float
+    model: megatrain.StreamedModel,
+    row: dict[str, Any],
+    model_shape: ModelShape,
+    resident_seconds: float,
+    hardware: Hardware | None,
 ) -> dict[str, Any]:
     on_cuda = model.device.type == "cuda"
     if on_cuda:
         total = torch.cuda.get_device_properties(model.device).total_memory
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(min(1.0, row["cap"] * GIB / total) if row["cap"] else 1.0)
-    transfers = Transfers(
-        update_order=row["update_order"], overlap_updates=row["overlap_updates"], burst=row["burst"]
-    )
     # Not a knob of a model in use: a benchmark's way to measure both with one set of tiles.
     model.settings = replace(
         model.settings,
         max_grad_norm=1.0 if row["clipping"] else None,
         skip_nonfinite=row["clipping"],
     )
-    model.place(placement_of(row, blocks), slots=row["slots"], transfers=transfers)
+    plan = place_row(model, row, model_shape, hardware)
     shape = (row["accumulate"], row["micro"], row["length"])
     ids = torch.randint(0, 150000, shape, generator=torch.Generator().manual_seed(1))
     batches = [dict(input_ids=rows, labels=rows) for rows in ids]
@@ -124,7 +161,7 @@ def run_row(
     spans = model._engine.trace()
     bytes_up = sum(span.nbytes for span in spans if span.kind == "copy_up")
     weights = sum(unit.layout.section(megatrain._native.Section.weights)[1] for unit in model._plan.units)
-    passes = 2 * (1 if row["order"] == "layer-major" else row["accumulate"])
+    passes = 2 * (1 if model.placement.order == "layer-major" else row["accumulate"])
     wall = steady * counted
     result = dict(
         row,
@@ -145,6 +182,7 @@ def run_row(
         losses=[report.loss for report in reports],
         norms=[report.grad_norm for report in reports],
         step_seconds=[b - a for a, b in pairwise(ends)],
+        **predictions(model.plan or plan),
     )
     if on_cuda:
         torch.cuda.set_per_process_memory_fraction(1.0)
@@ -165,10 +203,26 @@ def resident_steps(
     return seconds
 
 
+def predictions(plan: Plan | None) -> dict[str, Any]:
+    """Of the last plan, where one had to give way to a smaller one."""
+    if plan is None:
+        return dict(predicted_seconds=None, predicted_gib=None, plan=None)
+    return dict(
+        predicted_seconds=plan.seconds, predicted_gib=plan.memory.device_bytes / GIB, plan=plan.to_json()
+    )
+
+
+def against(predicted: float | None, achieved: float) -> str:
+    """The prediction and by how much it is off."""
+    if predicted is None or not achieved:
+        return "-"
+    return f"{predicted:.3f} {predicted / achieved - 1:+.1%}"
+
+
 def table(results: list[dict[str, Any]]) -> str:
     lines = [
         f"{'row':34} {'s/step':>7} {'TFLOPS':>7} {'drained':>7} {'tok/s':>6} {'of res.':>7} {'stream':>6} {'w.up':>5} "
-        f"{'w.upd':>5} {'w.down':>6} {'upd GB/s':>8} {'GiB':>6}"
+        f"{'w.upd':>5} {'w.down':>6} {'upd GB/s':>8} {'GiB':>6} {'pred. s':>13} {'pred. GiB':>14}"
     ]
     for r in results:
         if "error" in r:
@@ -177,7 +231,9 @@ def table(results: list[dict[str, Any]]) -> str:
         lines.append(
             f"{r['name']:34} {r['seconds']:7.3f} {r['tflops']:7.1f} {r['tflops_drained']:7.1f} "
             f"{r['tokens_per_second']:6.0f} {r['of_resident']:7.1%} {r['streamed']:6.1%} {r['wait_up']:5.1%} "
-            f"{r['wait_updates']:5.1%} {r['wait_down']:6.1%} {r['update_gb_per_s']:8.0f} {r['peak_reserved_gib']:6.1f}"
+            f"{r['wait_updates']:5.1%} {r['wait_down']:6.1%} {r['update_gb_per_s']:8.0f} {r['peak_reserved_gib']:6.1f} "
+            f"{against(r['predicted_seconds'], r['seconds']):>13} "
+            f"{against(r['predicted_gib'], r['peak_reserved_gib']):>14}"
         )
     return "\n".join(lines)
 
@@ -191,6 +247,7 @@ def main() -> None:
     parser.add_argument("--moments", default="fp32")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--host-memory")
+    parser.add_argument("--hardware", help="a preset whose figures predictions use, in place of measured ones")
     parser.add_argument("--commit", default="", help="of the source, where git cannot say")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="for a trace of each row")
@@ -203,23 +260,28 @@ def main() -> None:
 
     started = time.perf_counter()
     module = meta_model(arguments.model, arguments.layers)
-    blocks = module.config.num_hidden_layers
+    shape = ModelShape.from_module(module, arguments.model)
     model = megatrain.StreamedModel(
         module,
         optimizer=megatrain.AdamW(lr=1e-5, weight_decay=0.01),
         moments=arguments.moments,
         threads=arguments.threads,
         host_memory=arguments.host_memory,
+        hardware=arguments.hardware,
         max_grad_norm=1.0,
     )
     fill_random(model)
     print(f"tiles and weights in {time.perf_counter() - started:.1f} s\n{model.memory_report()}", flush=True)
+    hardware = preset(arguments.hardware) if arguments.hardware else None
+    if hardware is None and model.device.type == "cuda":
+        hardware = megatrain.measured_hardware()
+    print(hardware, flush=True)
 
     results: list[dict[str, Any]] = []
     for row in rows:
         key = (row["micro"], row["length"], row["accumulate"])
         try:
-            results.append(run_row(model, row, blocks, resident.get(key, 0.0)))
+            results.append(run_row(model, row, shape, resident.get(key, 0.0), hardware))
         except (torch.cuda.OutOfMemoryError, MemoryError) as error:
             results.append(dict(row, error=str(error).splitlines()[0][:150]))
             torch.cuda.set_per_process_memory_fraction(1.0)
@@ -231,7 +293,7 @@ def main() -> None:
             arguments.json.write_text(json.dumps(found, indent=1, default=str) + "\n")
     print(json.dumps(machine(model, arguments.commit)))
     parameters = model.memory_report().parameters
-    what = f"{arguments.model}, {parameters / 1e9:.2f}B parameters, {blocks} blocks"
+    what = f"{arguments.model}, {parameters / 1e9:.2f}B parameters, {len(shape.blocks)} blocks"
     print(f"{what}, {arguments.moments} moments, clipping 1.0 where the row does not say otherwise")
     print(table(results))
 
