@@ -18,7 +18,7 @@ from megatrain.planner.memory import CONTEXT, HOST_PROCESS, SHARE, fits
 from megatrain.surroundings import output_embeddings
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from torch import nn
 
@@ -98,19 +98,19 @@ class AutoPlacement:
             tokens = max(tokens, rows * ids.shape[1])
         return Batch(micro_batches=len(batches), rows=-(-tokens // length), length=length)
 
-    def plan_for(self, batch: Batch, settings: Settings, held: Callable[[], int]) -> Plan | None:
-        """What to place before a step of this shape; None to leave what is placed. held: bytes of host memory that
-        the model has already. CannotFit where nothing fits."""
+    def plan_for(self, batch: Batch, settings: Settings, held: int) -> None:
+        """See that the plan is one for steps of this shape. held: bytes of host memory that the model has already.
+        CannotFit where nothing fits."""
         if self._shape is None:
-            return None
+            return
         if self.plan is not None:
             covered = self.plan.job.batch
             batch = _both(covered, batch)
             if batch == covered:
-                return None
-        hardware = self._hardware(settings, held())
+                return
+        hardware = self._hardware(settings, held)
         if hardware is None:
-            return None
+            return
         job = Job(
             batch=batch,
             tile_format=settings.tile_format,
@@ -122,15 +122,14 @@ class AutoPlacement:
             same = predict(self._shape, job, hardware, self.plan.placement)
             if fits(same.memory, hardware):
                 self.plan = same
-                return None
+                return
         self.plan, self._planned_tokens, self.reason = make_plan(self._shape, job, hardware), batch.tokens, ""
-        return self.plan
 
-    def smaller_plan(self, error: BaseException) -> Plan | None:
-        """What to place after the first step of a plan ran out of memory, with a warning; None where the error has
+    def go_smaller(self, error: BaseException) -> bool:
+        """Plan with less after the first step of a plan ran out of memory, with a warning; False where the error has
         to stand."""
         if self.plan is None or self.proven or isinstance(error, CannotFit):
-            return None
+            return False
         before, hardware = self.plan, self.plan.hardware
         if isinstance(error, MemoryLimitError):
             side, limit = "host", before.memory.host["tiles"] + HOST_PROCESS
@@ -141,22 +140,22 @@ class AutoPlacement:
             self._device_limit = limit
             smaller = replace(hardware, gpu_memory=limit)
         else:
-            return None
+            return False
         if smaller == hardware:
-            return None
+            return False
         try:
             self.plan = make_plan(before.shape, before.job, smaller)
         except CannotFit:
-            return None
+            return False
         predicted = before.memory.host_bytes if side == "host" else before.memory.device_bytes
         warnings.warn(
             f"the planned placement, {predicted / GIB:.1f} GiB of {side} memory by prediction, ran out of it; going on "
             f"with one of {self.plan.memory.device_bytes / GIB:.1f} GiB on the device and "
             f"{self.plan.memory.host_bytes / GIB:.1f} GiB on the host ({self.plan.seconds:.3g} s a step by prediction, "
             f"not {before.seconds:.3g})",
-            stacklevel=5,
+            stacklevel=4,
         )
-        return self.plan
+        return True
 
     def _hardware(self, settings: Settings, held: int) -> Hardware | None:
         try:

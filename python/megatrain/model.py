@@ -281,10 +281,9 @@ class StreamedModel:
             loss = torch.zeros((), dtype=torch.float64, device=self.device)
         if active:
             with DeferredInterrupts() as interrupts:
-                smaller = self._attempt(None, batches, active, loss, interrupts)
-                while smaller is not None:
+                while not self._attempt(batches, active, loss, interrupts):
+                    gc.collect()  # what the error's frames held
                     loss.zero_()
-                    smaller = self._attempt(smaller, batches, active, loss, interrupts)
         else:
             self._updates.nothing_to_update()
         totals = self._engine.wait_totals()
@@ -304,18 +303,14 @@ class StreamedModel:
 
     def _attempt(
         self,
-        plan: Plan | None,
         batches: Sequence[Mapping[str, Any]],
         active: Sequence[Active],
         loss: torch.Tensor,
         interrupts: DeferredInterrupts,
-    ) -> Plan | None:
-        """Place what the plan says, if there is one, then forward, backward and update; the weighted mean is added to
-        `loss`. Nothing has changed where a planned placement ran out of memory: then the smaller plan to begin anew
-        with."""
+    ) -> bool:
+        """Forward, backward and update; the weighted mean is added to `loss`. False where a planned placement ran out
+        of memory: nothing has been updated then, and the step can begin anew with the smaller plan that there is."""
         try:
-            if plan is not None:
-                self._place(plan.placement)
             with torch.inference_mode(False), torch.enable_grad():
                 self._prepare(active[0][1])
                 self._follow_plan(batches)
@@ -340,15 +335,13 @@ class StreamedModel:
             interrupts.check()
             self._auto.proven = True
             self.optimizer.step()
-            return None
         except BaseException as error:
             self._updates.forget()
             self._steps.recover()
-            plan = self._auto.smaller_plan(error) if self._automatic else None
-            if plan is None:
+            if not (self._automatic and self._auto.go_smaller(error)):
                 raise
-        gc.collect()  # what the error's frames held
-        return plan
+            return False
+        return True
 
     # the plan
 
@@ -364,17 +357,18 @@ class StreamedModel:
         return self._auto.reason if self._automatic else "the placement was given by hand"
 
     def plan_for(self, batch: Batch) -> Plan | None:
-        """Plan and place now for steps of this shape, which the first `step()` does otherwise. CannotFit (a
-        MemoryError), with figures, where nothing fits."""
-        plan = self._auto.plan_for(batch, self.settings, self._held) if self._automatic else None
-        if plan is not None:
-            self._place(plan.placement)
+        """Plan now for steps of this shape, which `step()` does otherwise; the next step places what the plan says.
+        CannotFit (a MemoryError), with figures, where nothing fits."""
+        if self._automatic:
+            self._auto.plan_for(batch, self.settings, self._held())
         return self.plan
 
     def _follow_plan(self, batches: Sequence[Mapping[str, Any]]) -> None:
         batch = self._auto.batch_of(batches) if self._automatic else None
         if batch is not None:
             self.plan_for(batch)
+        if self.plan is not None and self.plan.placement is not self.placement:
+            self._place(self.plan.placement)
 
     def _held(self) -> int:
         return self._plan.nbytes + self._engine.kept_bytes()

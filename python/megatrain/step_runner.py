@@ -81,6 +81,7 @@ class StepRunner:
     ) -> list[int]:
         """Forward and backward of every micro-batch; adds their weighted mean to `loss`. `complete` is called as
         the gradient of a block's unit becomes final. Returns the tiles that a forward used, in order."""
+        self._shelf.collect()  # what a step that was cut short left on its way down
         together = len(active) if self.placement.order == "layer-major" else 1
         total = sum(weight for _, _, weight in active)
         self._weights.begin_pass([*forward_uses, *self._backward_uses] * (-(-len(active) // together)))

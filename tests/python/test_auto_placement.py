@@ -118,7 +118,9 @@ def test_what_is_given_by_hand_stays() -> None:
         plan = model.plan_for(BATCH)
         assert plan is not None
         assert (plan.job.slots, plan.job.updates_wait, plan.job.tile_format.weights) == (3, False, "fp32")
-        assert model.placement is plan.placement  # before the first step
+        assert model.placement == Placement()  # until the step, whose self-check needs the room
+        model.step(micro_batches(0))
+        assert model.plan is plan and model.placement is plan.placement
         model.place(by_hand)
         model.step(micro_batches(0))
         assert model.placement is by_hand and model.plan is None
@@ -235,7 +237,7 @@ def test_a_plan_that_does_not_fit_gives_way(
     small_device[0] = 1 << 40
     expected = train()
     with streamed(families.build(QWEN, **BIG), hardware=tight(1.0), **settings) as model:
-        model.plan_for(BATCH)
+        model.step(batches[0])
         small_device[0] = model.memory_report().device_resident - 1
     with pytest.warns(UserWarning, match="ran out of it; going on with one of ") as warned:
         losses, state = train(hardware=tight(1.0))
@@ -275,15 +277,14 @@ def made(module: nn.Module, backend: Any, hardware: Hardware | None) -> AutoPlac
 
 def test_host_memory_that_runs_out_is_planned_without() -> None:
     auto = made(families.build(QWEN, **BIG), megatrain.HostBackend(), H200)
-    auto.plan_for(BATCH, Settings(), lambda: 0)
+    auto.plan_for(BATCH, Settings(), 0)
     assert auto.plan is not None
     on_host = Placement(blocks=(megatrain.BlockPlacement(kept_on="host"),))
     auto.plan = predict(auto.plan.shape, auto.plan.job, auto.plan.hardware, on_host)
     assert auto.plan.memory.host["kept activations"] > 0
     with pytest.warns(UserWarning, match="GiB of host memory by prediction"):
-        after = auto.smaller_plan(megatrain.MemoryLimitError("no more"))
-    assert after is not None and after is auto.plan
-    assert set(after.memory.host) == {"tiles"}
+        assert auto.go_smaller(megatrain.MemoryLimitError("no more"))
+    assert set(auto.plan.memory.host) == {"tiles"}
 
 
 # what is not planned
@@ -328,7 +329,8 @@ def test_a_machine_that_cannot_be_measured_streams() -> None:
         name, device_index = "cuda", 0
 
     auto = made(families.build(QWEN), Cuda(), None)
-    assert auto.plan_for(BATCH, Settings(), lambda: 0) is None
+    auto.plan_for(BATCH, Settings(), 0)
+    assert auto.plan is None
     assert auto.reason == "the machine could not be measured: tests do not measure"
 
 

@@ -61,7 +61,9 @@ class Account(Hook):
             plan=None if model.plan is None else PlanRecord.model_validate(model.plan.to_json()),
             unplanned=model.unplanned,
             batch=BatchRecord(**asdict(_batch(run.settings))),
-            placement=PlacementRecord.model_validate(placement_json(model.placement, blocks)),
+            placement=PlacementRecord.model_validate(
+                placement_json(model.placement if model.plan is None else model.plan.placement, blocks)
+            ),
         ).write(path / PLAN)
 
     def add(self, run: Run, interval: Interval) -> None:
