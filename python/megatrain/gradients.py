@@ -22,11 +22,12 @@ if TYPE_CHECKING:
     AddRounded = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
+HELD_GRADIENTS = 2
+
+
 class _Accumulator:
     """Gradients of one unit, laid out as the tile. Up to two of each parameter are held as they came; with a
     third one of any, fp32 sums of all begin."""
-
-    HELD = 2
 
     def __init__(self, unit: Unit, spare: list[torch.Tensor], add_rounded: AddRounded) -> None:
         self._parameters = [parameter for parameter in unit.parameters if parameter.trainable]
@@ -41,7 +42,7 @@ class _Accumulator:
     def add(self, parameter: TiledParameter, gradient: torch.Tensor) -> None:
         self.touched.add(parameter.index)
         held = self._held.setdefault(parameter.index, [])
-        if self._sums is None and len(held) < self.HELD:
+        if self._sums is None and len(held) < HELD_GRADIENTS:
             held.append(gradient)
         else:
             self._view(self.sums(gradient.device), parameter).add_(gradient)

@@ -81,5 +81,6 @@ def free_memory(backend: Backend) -> FreeMemory:
     free, total = backend.device_memory()
     held = torch.cuda.memory_reserved(backend.device_index)
     others = max(0, total - free - held - CONTEXT)
-    allowed = torch.cuda.get_per_process_memory_fraction(backend.device_index) * total
+    # What torch was told to use does not hold its context.
+    allowed = torch.cuda.get_per_process_memory_fraction(backend.device_index) * total + CONTEXT
     return FreeMemory(device=int(min(total - others, allowed)), host=host_memory_limit()[0])

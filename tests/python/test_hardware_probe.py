@@ -88,7 +88,7 @@ def test_each_figure_comes_from_its_measurement() -> None:
 
 @pytest.mark.parametrize(
     ("free", "held", "fraction", "expected"),
-    [(139, 0, 1.0, 140), (39, 100, 1.0, 140), (79, 0, 1.0, 80), (139, 0, 0.25, 35)],
+    [(139, 0, 1.0, 140), (39, 100, 1.0, 140), (79, 0, 1.0, 80), (139, 0, 0.25, 36)],
     ids=["idle", "held by this process", "held by another", "torch is capped"],
 )
 def test_memory_that_others_hold_is_left_out(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -78,51 +78,86 @@ SEVEN = model()
 
 
 EMBEDDING = {"model.embed_tokens": "all"}
-RECORDED: list[tuple[str, int, int, dict[str, Any], bool, float, float, float]] = [
-    # name, rows, micro-batches, Placement.spread, clipping, seconds, GiB reserved at the peak, GB/s of updates
-    ("streamed", 16, 4, {}, True, 6.076, 26.67, 117.5),
-    ("keep8", 16, 4, dict(everything=8), True, 6.314, 99.93, 88.0),
-    ("selected10", 16, 4, dict(selected=10), True, 6.329, 72.39, 90.2),
-    ("res9keep5", 16, 4, dict(resident=9, everything=5, outside="all"), True, 5.574, 111.57, 104.3),
-    ("best", 16, 4, dict(resident=8, selected=16, outside=EMBEDDING), True, 5.339, 131.65, 100.8),
-    ("16k", 16, 1, dict(resident=28, selected=14, outside="all"), True, 1.370, 124.17, 100.0),
-    ("noclip", 32, 2, dict(selected=20), False, 5.226, 122.41, 100.7),
-    ("cap24", 8, 8, dict(inputs_on="host"), True, 6.641, 16.83, 103.5),
-    ("cap80", 16, 4, dict(resident=6, selected=5, outside=EMBEDDING), True, 5.735, 75.50, 98.3),
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A row of benchmarks/results/2026-11-30-h200-placements.md: shape is micro-batches, rows, length; gib the peak that
+    torch reserved; updates GB/s of the host's updates in the run; cap GiB that torch was told to use."""
+
+    name: str
+    commit: str
+    shape: tuple[int, int, int]
+    placed: dict[str, Any]
+    seconds: float
+    gib: float
+    updates: float
+    clipping: bool = True
+    slots: int = 2
+    cap: float = 139.8
+    memory_off: float = 0.05
+
+    @property
+    def job(self) -> Job:
+        micro_batches, rows, length = self.shape
+        batch = Batch(micro_batches=micro_batches, rows=rows, length=length)
+        return Job(batch=batch, updates_wait=self.clipping, slots=self.slots)
+
+    @property
+    def placement(self) -> Placement:
+        return Placement.spread(28, **self.placed)
+
+
+FOUR, TWO = (4, 16, 1024), (2, 32, 1024)
+ON_HOST: dict[str, Any] = dict(inputs_on="host", outside=EMBEDDING)
+RECORDED = [
+    Recorded("streamed", "185cbf9", FOUR, {}, 6.076, 26.67, 117.5),
+    Recorded("keep8", "185cbf9", FOUR, dict(everything=8), 6.314, 99.93, 88.0),
+    Recorded("selected10", "185cbf9", FOUR, dict(selected=10), 6.329, 72.39, 90.2),
+    Recorded("res9keep5", "185cbf9", FOUR, dict(resident=9, everything=5, outside="all"), 5.574, 111.57, 104.3),
+    Recorded("best4", "51a8c08", FOUR, dict(resident=8, selected=16, outside=EMBEDDING), 5.339, 131.65, 100.8),
+    Recorded("best2", "a051481", TWO, dict(resident=7, selected=16, outside=EMBEDDING), 5.227, 126.5, 111.0),
+    Recorded("streamed2", "a051481", TWO, dict(selected=20), 5.423, 117.5, 114.0),
+    Recorded("streamed-noclip", "a051481", TWO, dict(selected=20), 5.408, 117.9, 107.0, clipping=False),
+    Recorded("16k", "a051481", (1, 16, 1024), dict(resident=28, selected=14, outside="all"), 1.358, 124.0, 100.0),
+    Recorded("8x8192", "a051481", (4, 2, 8192), dict(resident=8, selected=16, outside=EMBEDDING), 6.062, 131.3, 111.0),
+    Recorded("cap80-4", "a051481", FOUR, dict(resident=6, selected=5, outside=EMBEDDING), 5.833, 73.4, 91.0, cap=80),
+    # Eight micro-batches' fp32 sums outside the stacks are taken to be there at once; 1.2 GiB of them were not.
+    Recorded("cap24-8", "a051481", (8, 8, 1024), dict(inputs_on="host"), 6.837, 15.8, 90.0, cap=24, memory_off=0.08),
+    Recorded("best", "ddd203d", TWO, dict(resident=5, selected=21, **ON_HOST), 5.126, 133.7, 116.0),
+    Recorded("noclip", "ddd203d", TWO, dict(selected=24, **ON_HOST), 5.062, 132.2, 119.0, clipping=False),
+    Recorded("cap80", "ddd203d", TWO, dict(resident=8, selected=6, **ON_HOST), 5.534, 73.6, 111.0, cap=80),
+    Recorded("cap24", "ddd203d", FOUR, ON_HOST, 5.947, 23.9, 117.0, cap=24),
+    Recorded("base", "ddd203d", TWO, dict(resident=6, selected=16, outside=EMBEDDING), 5.234, 123.8, 127.0),
+    Recorded("one-slot", "ddd203d", TWO, dict(resident=6, selected=16, outside=EMBEDDING), 5.479, 123.5, 125.0, slots=1),
+    Recorded("no-resident", "ddd203d", TWO, dict(selected=16), 5.738, 99.5, 121.0),
+    Recorded("all-recomputed", "ddd203d", TWO, dict(resident=6, outside=EMBEDDING), 5.667, 51.5, 119.0),
 ]
 
 
-@pytest.mark.parametrize("measured_updates", [True, False], ids=["measured", "preset"])
-@pytest.mark.parametrize("row", RECORDED, ids=[row[0] for row in RECORDED])
-def test_predictions_hold_against_recorded_steps(row: Any, measured_updates: bool) -> None:
-    """Qwen2.5-7B on one H200 with 16 cores, rows of 1,024 tokens; the mean of steps 2 and later without the first.
+@pytest.mark.parametrize("row", RECORDED, ids=[row.name for row in RECORDED])
+def test_predictions_hold_against_recorded_steps(row: Recorded) -> None:
+    """Qwen2.5-7B on H200s with 16 cores; the mean of the steps after the first ones.
 
-    The H200's figures and the four constants in `work.py` and `memory.py` were fitted to short bursts of one layer and
-    to these very rows, so this shows that one set of constants describes nine placements, not that it foresees
-    machines or models that were not measured. SHELF_EXTRA rests on the one row with activations on the host.
-    Updates ran between 88 and 117 GB/s on the one machine; with the preset's figure the widest is noclip, whose own
-    three steps take 4.7, 5.4 and 5.5 s."""
-    _, rows, micro_batches, spread, clipping, seconds, gib, updates = row
-    hardware = H200
-    if measured_updates:
-        hardware = replace(H200, update=updates * 1e9, update_beside_copies=updates * 1e9)
-    job = Job(batch=Batch(micro_batches=micro_batches, rows=rows, length=1024), updates_wait=clipping)
-    found = predict(SEVEN, job, hardware, Placement.spread(28, **spread))
-    assert found.seconds == pytest.approx(seconds, rel=0.06)
-    assert found.memory.device_bytes / GIB == pytest.approx(gib, rel=0.05)
+    The H200's figures and four constants in `work.py` and `memory.py` were fitted to short bursts of one layer and to
+    the rows of 185cbf9 and 51a8c08; those of the other commits were foreseen, but for what gradients outside the stacks
+    take since 4cfde1c. SHELF_EXTRA rests on a row with activations on the host. Updates ran between 88 and 127 GB/s on
+    machines of this one kind: with the preset's 113, seconds are off by up to 9 %."""
+    measured = replace(H200, update=row.updates * 1e9, update_beside_copies=row.updates * 1e9)
+    found = predict(SEVEN, row.job, measured, row.placement)
+    assert found.seconds == pytest.approx(row.seconds, rel=0.07)
+    assert predict(SEVEN, row.job, H200, row.placement).seconds == pytest.approx(row.seconds, rel=0.09)
+    assert found.memory.device_bytes / GIB == pytest.approx(row.gib, rel=row.memory_off)
 
 
-CAPS = {"cap24": 24, "cap80": 80}
-
-
-@pytest.mark.parametrize("row", RECORDED[4:], ids=[row[0] for row in RECORDED[4:]])
-def test_what_is_planned_is_at_least_as_good_as_what_was_found_by_hand(row: Any) -> None:
-    """In the device memory of the run by hand, by the planner's own predictions."""
-    name, rows, micro_batches, spread, clipping, _, _, _ = row
-    hardware = replace(H200, gpu_memory=CAPS[name] * GIB if name in CAPS else H200.gpu_memory)
-    job = Job(batch=Batch(micro_batches=micro_batches, rows=rows, length=1024), updates_wait=clipping)
-    by_hand = predict(SEVEN, job, hardware, Placement.spread(28, **spread))
-    assert make_plan(SEVEN, job, hardware).seconds <= by_hand.seconds
+@pytest.mark.parametrize("row", RECORDED[4:], ids=[row.name for row in RECORDED[4:]])
+def test_what_is_planned_is_as_good_as_what_was_found_by_hand(row: Recorded) -> None:
+    """By the planner's own predictions, in the device memory of the run by hand; where that took what the planner
+    leaves free, within 2 %."""
+    hardware = replace(H200, gpu_memory=int(row.cap * GIB), update=row.updates * 1e9)
+    by_hand = predict(SEVEN, row.job, hardware, row.placement)
+    fits = by_hand.memory.device_bytes <= usable_device(hardware.gpu_memory)
+    assert make_plan(SEVEN, row.job, hardware).seconds <= by_hand.seconds * (1.0 if fits else 1.02)
 
 
 def test_a_burst_of_one_layer() -> None:
@@ -252,7 +287,7 @@ SLOW_HOST = replace(H200, name="slow host", update=20e9, update_beside_copies=15
 SLOW_LINK = replace(PRESETS["RTX 4090"], name="slow link", up_together=4e9, up_beside_updates=3e9)
 
 
-@pytest.mark.parametrize("gib", [10, 13, 17, 25, 40])
+@pytest.mark.parametrize("gib", [10, 17, 40])
 @pytest.mark.parametrize("hardware", [H200, SLOW_HOST, SLOW_LINK], ids=lambda hardware: hardware.name)
 @pytest.mark.parametrize("waits", [True, False], ids=["clipping", "free"])
 def test_nothing_in_the_family_is_faster(gib: int, hardware: Hardware, waits: bool) -> None:
@@ -287,7 +322,8 @@ def test_closed_forms_are_bounds(gib: int, hardware: Hardware) -> None:
             assert taken.device_bytes <= device and taken.host_bytes <= host
             assert steps.run(placement).seconds >= table.bounds.flat[place] * (1 - 1e-3)
             if choice.everything + choice.selected + choice.shelved < 4:
-                more = replace(choice, selected=choice.selected + 1).placement(4)
+                inputs = table.base.other_inputs_on
+                more = replace(choice, selected=choice.selected + 1, other_inputs_on=inputs).placement(4)
                 assert memory(shape, steps.job, more, steps.sizes).device_bytes > device
     assert seen > 10 or gib == 14
 
@@ -426,7 +462,7 @@ def test_too_little_device_memory_is_refused_with_figures() -> None:
         make_plan(SEVEN, Job(batch=Batch(rows=64)), replace(PRESETS["RTX 4090"], host_memory=128 * GIB))
     text = str(refused.value)
     assert "of device memory at 64 x 1024 tokens a micro-batch (workspace, head and loss" in text
-    assert "what would fit: micro-batches of 16 rows; a device of " in text
+    assert "what would fit: micro-batches of 32 rows; a device of " in text
 
 
 def test_what_is_said_to_fit_does() -> None:

@@ -152,6 +152,8 @@ def _blocks(blocks: BlocksRecord) -> tuple[str, str, str]:
     span = f"block {blocks.first}" if blocks.first == blocks.last else f"blocks {blocks.first} to {blocks.last}"
     keeps = blocks.keep if isinstance(blocks.keep, str) else "/".join(blocks.keep)
     words = f"{keeps}, on the {blocks.kept_on}"
+    if blocks.inputs_on != blocks.kept_on:
+        words += f", inputs on the {blocks.inputs_on}"
     return span, words, RESIDENT[blocks.resident]
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatrain.host_shelf import HostShelf
-from megatrain.planner.family import OTHERS, SHELVED, SIDES, Choice, orders, outside_choices
+from megatrain.planner.family import INPUTS, OTHERS, SHELVED, Choice, orders, outside_choices
 from megatrain.planner.memory import ROUNDING, SHELF_EXTRA
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ class Table:
             selected=selected,
             # One name for what is the same.
             inputs_on=self.base.inputs_on if inputs_kept else "device",
+            other_inputs_on=self.base.other_inputs_on if everything + selected else "device",
             others=self.base.others if resident < count else "none",
         )
 
@@ -104,8 +105,14 @@ def tables(steps: Steps, device: int, host: int) -> Iterator[Table]:
             for outside in outside_choices(steps)
             for others in OTHERS
         }
-        for inputs_on, (number, keep) in itertools.product(SIDES, shelved):
-            base = Choice(order=order, inputs_on=inputs_on, shelved=number, shelved_keep=keep)
+        for (inputs_on, other_inputs_on), (number, keep) in itertools.product(INPUTS, shelved):
+            base = Choice(
+                order=order,
+                inputs_on=inputs_on,
+                other_inputs_on=other_inputs_on,
+                shelved=number,
+                shelved_keep=keep,
+            )
             least_hosted = kept.keeps[keep][number] - kept.inputs[1] if number else 0
             if steps.sizes.tiles + least_hosted > host and kept.alike:
                 continue
@@ -137,7 +144,7 @@ def _fixed_bytes(steps: Steps, order: Order, outside: tuple[str, ...], others: R
             outside_elements = max(outside_elements, unit.trainable)
     found += [sizes.staging(int(max(outside_elements, most))) * job.element for most in elements]
     one_by_one = order == "micro-batch-major"
-    found += sizes.micro_flow * (1 if one_by_one else job.batch.micro_batches) + sizes.outside_sums
+    found += sizes.micro_flow * (1 if one_by_one else job.batch.micro_batches) + sizes.outside_sums(order)
     if sizes.several:
         found += 4 * (sum(u.trainable for u in sizes.blocks) if one_by_one else sizes.largest.trainable)
     return found
@@ -163,8 +170,10 @@ def _peaks(steps: Steps, kept: _Kept, base: Choice) -> Floats:
     on_device = base.inputs_on == "device"
     first = kept.inputs[1]  # what the embedding hands over stays
     before = kept.inputs[clipped] if on_device else np.where(clipped > 0, first, 0)
-    before = np.where((clipped == 0) & (a > 0), first, before)
-    held_selected, held_everything = kept.keeps["selected"], kept.keeps["everything"]
+    elsewhere = base.other_inputs_on == "host"
+    before = np.where((clipped == 0) & ((a > 0) | elsewhere), first, before)
+    away = kept.inputs if elsewhere else np.zeros_like(kept.inputs)
+    held_selected, held_everything = kept.keeps["selected"] - away, kept.keeps["everything"] - away
     at_selected = before + held_selected[b] - held_selected[a]
     total = at_selected + held_everything[count] - held_everything[b]
     call = 1.0 / kept.calls
@@ -174,7 +183,7 @@ def _peaks(steps: Steps, kept: _Kept, base: Choice) -> Floats:
         """Up to the first n blocks, the most of what is held and the block's own."""
         return np.concatenate([[-np.inf], np.maximum.accumulate(running[1:] + own)])
 
-    found = total + steps.sizes.head
+    found = total + steps.sizes.loss_work(base.order)
     each_input = np.diff(kept.inputs) * call
     if on_device:
         found = np.maximum(found, peak(kept.inputs, work - each_input)[clipped])
@@ -183,8 +192,8 @@ def _peaks(steps: Steps, kept: _Kept, base: Choice) -> Floats:
     found = np.maximum(found, np.where(a > clipped, before + _running(work)[a], -np.inf))
     ends = np.full(b.shape, count)
     for held, begin, end, below in (
-        (kept.keeps["selected"], a, b, before),
-        (kept.keeps["everything"], b, ends, at_selected),
+        (held_selected, a, b, before),
+        (held_everything, b, ends, at_selected),
     ):
         upto = peak(held, work - np.diff(held) * call)
         found = np.maximum(found, np.where(end > begin, below - held[begin] + upto[end], -np.inf))
@@ -204,6 +213,8 @@ def _host_kept(kept: _Kept, base: Choice, shelf: Places, selected: Places) -> Fl
     hosted: Floats = held[selected] - held[shelf]
     if base.inputs_on == "host":
         hosted = hosted + np.maximum(kept.inputs[shelf] - kept.inputs[1], 0)
+    if base.other_inputs_on == "host":
+        hosted = hosted + kept.inputs[-1] - kept.inputs[selected] - np.where(selected == 0, kept.inputs[1], 0)
     # The first block's input stays on the device wherever the block keeps the rest.
     return hosted - np.where((shelf == 0) & (selected > 0), kept.inputs[1], 0)
 

@@ -1,6 +1,6 @@
 """The placements that are searched: the first `resident` blocks are resident; of all, the last `everything` keep
 everything and the `selected` before them selected outputs, on the device; the `shelved` before those keep one or the
-other on the host; the rest keep their inputs."""
+other on the host; the rest keep their inputs. Inputs of blocks that keep more on the device may wait on the host."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from megatrain.placement import BlockPlacement, Keep, Order, Placement, Residenc
 if TYPE_CHECKING:
     from megatrain.planner.timeline import Steps
 
-SIDES: tuple[Side, ...] = ("device", "host")
+INPUTS: tuple[tuple[Side, Side], ...] = (("device", "device"), ("host", "device"), ("host", "host"))
+"""Where inputs wait: of blocks that keep nothing else, of those that keep more on the device."""
 OTHERS: tuple[Residence, ...] = ("none", "weights")
 SHELVED: tuple[Keep, ...] = ("selected", "everything")
 
@@ -28,6 +29,9 @@ class Choice:
     shelved: int = 0
     shelved_keep: Keep = "selected"
     inputs_on: Side = "device"
+    """Of blocks that keep nothing else."""
+    other_inputs_on: Side = "device"
+    """Of blocks that keep more on the device."""
     others: Residence = "none"
     """What stays of the blocks that are not resident: "none" or "weights"."""
     outside: tuple[str, ...] = ()
@@ -39,12 +43,14 @@ class Choice:
             from_end = blocks - index
             keep: Keep = "inputs"
             side: Side = self.inputs_on
+            inputs: Side | None = None
             if from_end <= self.everything + self.selected:
                 keep, side = "everything" if from_end <= self.everything else "selected", "device"
+                inputs = "host" if self.other_inputs_on == "host" else None
             elif from_end <= self.everything + self.selected + self.shelved:
                 keep, side = self.shelved_keep, "host"
             residence: Residence = "all" if index < self.resident else self.others
-            places.append(BlockPlacement(keep=keep, kept_on=side, resident=residence))
+            places.append(BlockPlacement(keep=keep, kept_on=side, inputs_on=inputs, resident=residence))
         outside: dict[str, Residence] = dict.fromkeys(self.outside, "all")
         return Placement(order=self.order, blocks=tuple(places), outside=outside)
 

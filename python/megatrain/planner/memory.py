@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.chunked_loss import default_chunk_rows
-from megatrain.gradients import GradientSink
+from megatrain.gradients import HELD_GRADIENTS, GradientSink
 from megatrain.host_shelf import HostShelf
-from megatrain.planner.work import kept_side
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from megatrain.placement import BlockPlacement, Keep, Placement
+    from megatrain.placement import BlockPlacement, Keep, Order, Placement, Side
     from megatrain.planner.hardware import Hardware
     from megatrain.planner.job import Job
     from megatrain.planner.shape import BlockShape, ModelShape
@@ -72,11 +71,11 @@ def kept_elements(block: BlockShape, keep: Keep) -> int:
     return {"inputs": block.inputs, "selected": block.selected, "everything": block.everything}[keep]
 
 
-def kept_bytes(block: BlockShape, placement: BlockPlacement, job: Job) -> int:
-    """Of one block, all micro-batches."""
-    batch = job.batch
-    each = (kept_elements(block, placement.keep_for(index)) for index in range(batch.micro_batches))
-    return sum(each) * batch.micro_tokens * job.element
+def waiting(block: BlockShape, placement: BlockPlacement, side: Side, micro_batch: int) -> int:
+    """Elements of one token that the block keeps on that side."""
+    kept = kept_elements(block, placement.keep_for(micro_batch))
+    inputs = block.inputs if placement.inputs_side == side else 0
+    return inputs + (kept - block.inputs if placement.kept_on == side else 0)
 
 
 class Sizes:
@@ -98,13 +97,29 @@ class Sizes:
         sum_of_head = 4 * vocabulary * head_width if shape.head_trained else 0
         self.head = sum_of_head + max(logits, sum_of_head * element // 4) + 3 * self.micro_flow
         """Of the loss of one micro-batch (`chunked_loss.py`)."""
-        of_outside = sum(unit.trainable for unit in self.outside)
-        self.outside_sums = of_outside * (4 if self.several else element)
+        self._sums_of_outside = sum(unit.trainable for unit in self.outside) * (4 if self.several else element)
+        self._few = batch.micro_batches <= HELD_GRADIENTS
+        self._tied = shape.head_tied
+        units = zip(shape.outside, self.outside, strict=True)
+        of_head = sum(unit.trainable for shaped, unit in units if shaped.name == shape.head_unit)
+        self._held_of_head = of_head * element * batch.micro_batches
         self.workspace = [
             int((1 + TEMPORARIES) * block.everything * micro * element) + unit.trainable * element
             for block, unit in zip(shape.blocks, self.blocks, strict=True)
         ]
         """Of one call's backward where only inputs were kept: temporaries and the gradients of its weights."""
+
+    def outside_sums(self, order: Order) -> int:
+        """Of gradients outside the stacks, all the way back. A few layer-major micro-batches have no fp32 sums: there
+        only the gradients of a head that is the embedding, too, are held so long."""
+        if order == "layer-major" and self._few:
+            return self._held_of_head if self._tied else 0
+        return self._sums_of_outside
+
+    def loss_work(self, order: Order) -> int:
+        """Of the loss, with gradients that go down before the way back."""
+        early = order == "layer-major" and self._few and not self._tied
+        return self.head + (self._held_of_head if early else 0)
 
     def staging(self, streamed_elements: int) -> int:
         """streamed_elements: the most of a streamed unit."""
@@ -131,16 +146,18 @@ def memory(shape: ModelShape, job: Job, placement: Placement, sizes: Sizes | Non
                 resident += unit.weights
             else:
                 slots = max(slots, job.slots * unit.weights)
-        all_kept = kept_bytes(block, place, job) // rounds
-        first_input = block.inputs * batch.tokens * element // rounds if index == 0 else 0
-        if kept_side(place) == "host":
+        numbers = range(batch.micro_batches)
+        there = [waiting(block, place, "device", number) * batch.micro_tokens * element for number in numbers]
+        gone = sum(waiting(block, place, "host", number) for number in numbers) * batch.micro_tokens * element // rounds
+        first = 0
+        if gone:
             # What the embedding hands to the first block is no block's output and stays.
-            host_kept += max(0, all_kept - first_input)
+            if index == 0 and place.inputs_side == "host":
+                first = block.inputs * batch.tokens * element // rounds
+            host_kept += gone - first
             shelf = HostShelf.PENDING_BYTES + SHELF_EXTRA
-        stays = all_kept if kept_side(place) == "device" else min(first_input, all_kept)
-        each = min(kept_elements(block, place.keep_for(number)) for number in range(batch.micro_batches))
-        kept.append(each * batch.micro_tokens * element if kept_side(place) == "device" else 0)
-        on_device.append(stays)
+        kept.append(min(there))
+        on_device.append(sum(there) // rounds + first)
     shelf = min(shelf, 2 * host_kept)
     for shaped, unit in zip(shape.outside, sizes.outside, strict=True):
         if placement.residence(shaped.name) == "all":
@@ -149,13 +166,13 @@ def memory(shape: ModelShape, job: Job, placement: Placement, sizes: Sizes | Non
             outside += unit.weights
             streamed = max(streamed, unit.trainable)
     flow = sizes.micro_flow * (1 if one_by_one else batch.micro_batches)
-    sums = sizes.outside_sums
+    sums = sizes.outside_sums(placement.order)
     if sizes.several:
         sums += 4 * (sum(unit.trainable for unit in sizes.blocks) if one_by_one else sizes.largest.trainable)
     # The peak is where the loss is taken, with all kept, or at a block on the way back, with what the blocks before it
     # kept and its own temporaries: what it did not keep is computed again.
-    loss_peak = sum(on_device) + sizes.head
-    best, work, held = loss_peak, sizes.head, sum(on_device)
+    at_loss = sizes.loss_work(placement.order)
+    best, work, held = sum(on_device) + at_loss, at_loss, sum(on_device)
     remaining = 0
     for index, unit_work in enumerate(sizes.workspace):
         remaining += on_device[index]

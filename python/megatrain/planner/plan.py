@@ -175,7 +175,14 @@ def placement_json(placement: Placement, blocks: int) -> dict[str, Any]:
     return {
         "order": placement.order,
         "blocks": [
-            {"first": first, "last": last, "keep": place.keep, "kept_on": kept_side(place), "resident": place.resident}
+            {
+                "first": first,
+                "last": last,
+                "keep": place.keep,
+                "kept_on": kept_side(place),
+                "inputs_on": place.inputs_side,
+                "resident": place.resident,
+            }
             for first, last, place in runs(placement, blocks)
         ],
         "outside": dict(placement.outside),

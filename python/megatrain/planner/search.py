@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatrain.planner.bounds import tables
-from megatrain.planner.family import OTHERS, SHELVED, SIDES, Choice, orders, outside_choices
+from megatrain.planner.family import INPUTS, OTHERS, SHELVED, Choice, orders, outside_choices
 from megatrain.planner.memory import memory, usable_device, usable_host
 
 if TYPE_CHECKING:
@@ -79,6 +79,7 @@ def _kind(choice: Choice) -> tuple[object, ...]:
         choice.order,
         bool(choice.outside),
         choice.inputs_on,
+        choice.other_inputs_on,
         choice.others,
         choice.shelved_keep if choice.shelved else "",
     )
@@ -89,8 +90,8 @@ def exhaustive(steps: Steps, device_memory: int, host_memory: int) -> Timed | No
     device, host = usable_device(device_memory), usable_host(host_memory)
     count = len(steps.shape.blocks)
     best: Timed | None = None
-    for order, outside, others, inputs_on, shelved_keep in itertools.product(
-        orders(steps), outside_choices(steps), OTHERS, SIDES, SHELVED
+    for order, outside, others, (inputs_on, other_inputs_on), shelved_keep in itertools.product(
+        orders(steps), outside_choices(steps), OTHERS, INPUTS, SHELVED
     ):
         for resident, everything, selected, shelved in itertools.product(range(count + 1), repeat=4):
             if everything + selected + shelved > count or (shelved == 0 and shelved_keep == "everything"):
@@ -103,6 +104,7 @@ def exhaustive(steps: Steps, device_memory: int, host_memory: int) -> Timed | No
                 shelved=shelved,
                 shelved_keep=shelved_keep,
                 inputs_on=inputs_on,
+                other_inputs_on=other_inputs_on,
                 others=others,
                 outside=outside,
             )

@@ -96,7 +96,7 @@ def in_one_line(placement: Placement, blocks: int) -> str:
     parts: list[str] = [placement.order]
     for first, last, place in runs(placement, blocks):
         resident = {"none": "", "weights": " weights resident,", "all": " resident,"}[place.resident]
-        parts.append(f"{_span(first, last)}{resident} {place.keep} on {kept_side(place)}")
+        parts.append(f"{_span(first, last)}{resident} {place.keep} on {kept_side(place)}{_inputs(place, ' ')}")
     kept = [name for name, residence in placement.outside.items() if residence == "all"]
     if kept:
         parts.append(f"resident {', '.join(kept)}")
@@ -109,4 +109,9 @@ def _span(first: int, last: int) -> str:
 
 def _words(place: BlockPlacement) -> str:
     kept = place.keep if isinstance(place.keep, str) else place.keep[0]
-    return f"{RESIDENT[place.resident]}; {KEEP[kept]} on the {kept_side(place)}"
+    return f"{RESIDENT[place.resident]}; {KEEP[kept]} on the {kept_side(place)}{_inputs(place, ' the ')}"
+
+
+def _inputs(place: BlockPlacement, the: str) -> str:
+    """Where inputs wait, if not where the rest does."""
+    return "" if place.inputs_side == kept_side(place) else f", inputs on{the}{place.inputs_side}"

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from megatrain.host_shelf import HostShelf
-from megatrain.planner.memory import Sizes, kept_elements
-from megatrain.planner.work import Work, kept_side
+from megatrain.planner.memory import Sizes, waiting
+from megatrain.planner.work import Work
 
 if TYPE_CHECKING:
     from megatrain.placement import Placement
@@ -82,8 +82,7 @@ class Steps:
         for index, (block, unit) in enumerate(zip(self.shape.blocks, self.sizes.blocks, strict=True)):
             place = placement.block(index)
             traffic += passes * unit.weights if place.resident != "all" else 0
-            if kept_side(place) == "host":
-                traffic += kept_elements(block, place.keep_for(0)) * self.job.batch.tokens * self.job.element
+            traffic += waiting(block, place, "host", 0) * self.job.batch.tokens * self.job.element
         left = hardware.update - traffic / self.forward_seconds
         return max(left, hardware.update_beside_copies)
 
@@ -123,9 +122,7 @@ class _Run:
         self.head = self.together * work.head
         self.kept = [
             [
-                kept_elements(block, place.keep_for(m)) * batch.micro_tokens * self.job.element
-                if kept_side(place) == "host"
-                else 0
+                waiting(block, place, "host", m) * batch.micro_tokens * self.job.element
                 for m in range(batch.micro_batches)
             ]
             for block, place in zip(shape.blocks, self.places, strict=True)

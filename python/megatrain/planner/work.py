@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from megatrain.gradients import HELD_GRADIENTS
+
 if TYPE_CHECKING:
     from megatrain.placement import BlockPlacement, Keep, Side
     from megatrain.planner.hardware import Hardware
@@ -24,6 +26,8 @@ CALL_SECONDS = 0.5e-3
 and to launch it. Assumed, not measured; it decides for small models only."""
 SUM_BYTES = 10
 """A parameter and micro-batch, to add a bf16 gradient to an fp32 sum and to round the sum."""
+PAIR_BYTES = 3
+"""The same where there are but two, which are added as they are rounded."""
 STORE_BYTES = 4
 """A parameter, to move a gradient that came alone to where it goes down from."""
 
@@ -37,7 +41,6 @@ class Work:
         products = hardware.fp32_flops if element == 4 else hardware.bf16_flops
         attending = hardware.fp32_flops if element == 4 else hardware.attention_flops
         bandwidth = hardware.gpu_bandwidth
-        several = batch.micro_batches > 1
 
         def forward(block: BlockShape, share: float = 1.0) -> float:
             computed = block.flops / products + block.attention_flops(batch.length) / attending
@@ -55,7 +58,8 @@ class Work:
         outside = [unit.bytes(job.tile_format) for unit in shape.outside]
         self.forward = [max(forward(block), CALL_SECONDS) for block in blocks]
         self.backward = [max(backward(block), 2 * CALL_SECONDS) for block in blocks]
-        each = SUM_BYTES if several else STORE_BYTES
+        pair = PAIR_BYTES if batch.micro_batches == HELD_GRADIENTS else SUM_BYTES
+        each = pair if batch.micro_batches > 1 else STORE_BYTES
         self.sums = [each * unit.trainable / bandwidth for unit in units]
         self._recompute: dict[Keep, list[float]] = {
             "everything": [0.0] * len(blocks),
@@ -88,6 +92,5 @@ class Work:
 
 
 def kept_side(place: BlockPlacement) -> Side:
-    """Where what the block keeps is taken to wait: a block that keeps more than its inputs is taken to have them where
-    the rest is."""
+    """Where what the block keeps waits, but for the inputs of one that keeps more."""
     return place.inputs_side if place.keep_for(0) == "inputs" else place.kept_on

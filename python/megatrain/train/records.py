@@ -54,6 +54,7 @@ class BlocksRecord(Record):
     last: int
     keep: Keep | tuple[Keep, ...]
     kept_on: Side
+    inputs_on: Side
     resident: Residence
 
 
