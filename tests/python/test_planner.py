@@ -82,8 +82,8 @@ EMBEDDING = {"model.embed_tokens": "all"}
 
 @dataclass(frozen=True)
 class Recorded:
-    """A row of benchmarks/results/2026-11-30-h200-placements.md: shape is micro-batches, rows, length; gib the peak that
-    torch reserved; updates GB/s of the host's updates in the run; cap GiB that torch was told to use."""
+    """A row of benchmarks/results/2026-11-30-h200-placements.md. shape: micro-batches, rows, length. gib: the peak that
+    torch reserved. updates: GB/s of the host's in the run. cap: GiB that torch was told to use."""
 
     name: str
     commit: str
@@ -129,7 +129,7 @@ RECORDED = [
     Recorded("cap80", "ddd203d", TWO, dict(resident=8, selected=6, **ON_HOST), 5.534, 73.6, 111.0, cap=80),
     Recorded("cap24", "ddd203d", FOUR, ON_HOST, 5.947, 23.9, 117.0, cap=24),
     Recorded("base", "ddd203d", TWO, dict(resident=6, selected=16, outside=EMBEDDING), 5.234, 123.8, 127.0),
-    Recorded("one-slot", "ddd203d", TWO, dict(resident=6, selected=16, outside=EMBEDDING), 5.479, 123.5, 125.0, slots=1),
+    Recorded("slot", "ddd203d", TWO, dict(resident=6, selected=16, outside=EMBEDDING), 5.479, 123.5, 125.0, slots=1),
     Recorded("no-resident", "ddd203d", TWO, dict(selected=16), 5.738, 99.5, 121.0),
     Recorded("all-recomputed", "ddd203d", TWO, dict(resident=6, outside=EMBEDDING), 5.667, 51.5, 119.0),
 ]
@@ -444,6 +444,22 @@ def test_keeping_a_tuple_counts_each_micro_batch() -> None:
     ]
     recompute = [one.timeline.recompute for one in found]
     assert recompute == pytest.approx([recompute[0], recompute[0] / 2, 0])
+
+
+def test_inputs_may_wait_on_the_host_beside_what_is_kept_on_the_device() -> None:
+    job = Job(batch=Batch(micro_batches=2, rows=32))
+    near, far = (
+        predict(SEVEN, job, H200, Placement.spread(28, selected=20, inputs_on=side)) for side in ("device", "host")
+    )
+    inputs = 2 * 3584 * job.batch.tokens
+    # That of the first block is the embedding's output, and stays.
+    assert far.memory.host["kept activations"] == 27 * inputs
+    assert near.memory.device["kept activations"] - far.memory.device["kept activations"] == 27 * inputs
+    assert far.timeline.up > near.timeline.up and far.timeline.down > near.timeline.down
+    assert far.timeline.recompute == near.timeline.recompute
+    words = " ".join(describe(far))
+    assert "keep selected outputs on the device, inputs on the host" in words
+    assert far.to_json()["placement"]["blocks"][-1]["inputs_on"] == "host"
 
 
 # refusals
