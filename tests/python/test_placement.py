@@ -84,6 +84,11 @@ PLACEMENTS = {
         outside={"": "all" if residence == "all" else "none"},
     )
     for order, keep, side, residence in product(ORDERS, KEEPS, ("device", "host"), ("none", "weights", "all"))
+} | {
+    f"{order}, selected on the {side}, inputs on the {other}": Placement(
+        order=order, blocks=(BlockPlacement(keep="selected", kept_on=side, inputs_on=other),)
+    )
+    for order, (side, other) in product(ORDERS, (("device", "host"), ("host", "device")))
 }
 
 
