@@ -151,7 +151,7 @@ class StreamedModel:
             staging_bytes=staging_bytes,
             keep_gradients=keep_gradients,
             self_check=self_check,
-            placement=Placement() if placement == "auto" else placement,
+            placement=_first_placement(placement),
             transfers=transfers or Transfers(),
         )
         backend = self._backend = resolve_backend(device)
@@ -480,9 +480,9 @@ class StreamedModel:
     ) -> None:
         """Go on with another placement, and if given other slots and transfers. Between steps. "auto" plans anew at
         the next step; with a placement given by hand nothing is planned any more."""
+        self._place(_first_placement(placement), slots=slots, transfers=transfers)
         self._auto.forget()
         self._automatic = placement == "auto"
-        self._place(Placement() if placement == "auto" else placement, slots=slots, transfers=transfers)
 
     def _place(
         self, placement: Placement, *, slots: int | None = None, transfers: Transfers | None = None
@@ -626,6 +626,15 @@ class StreamedModel:
         if step is not None:
             spans = during_step(spans, step)
         write_chrome_trace(spans, [unit.name for unit in self._plan.units], path)
+
+
+def _first_placement(placement: Placement | Literal["auto"]) -> Placement:
+    """With "auto" every block streams until a step has been planned for."""
+    if placement == "auto":
+        return Placement()
+    if not isinstance(placement, Placement):
+        raise ValueError(f'placement is {placement!r}; it must be a Placement or "auto"')
+    return placement
 
 
 def _on_meta(module: nn.Module) -> bool:

@@ -130,6 +130,12 @@ def test_what_is_given_by_hand_stays() -> None:
         assert model.plan is not None and model.placement is model.plan.placement
 
 
+@pytest.mark.parametrize("wrong", [None, "planned"])
+def test_anything_else_is_no_placement(wrong: Any) -> None:
+    with pytest.raises(ValueError, match='it must be a Placement or "auto"'), streamed(placement=wrong):
+        pass
+
+
 def test_limits_are_the_callers() -> None:
     hardware = tight(0.5)
     with streamed(families.build(QWEN, **BIG), hardware=SLOW, device_memory=hardware.gpu_memory) as model:
