@@ -862,60 +862,6 @@ def test_meta_module_without_values_is_refused() -> None:
         model.step(text_batch(1))
 
 
-class Writer(nn.Module):
-    """Leaves a tensor in a mapping that it was given."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor, shared: dict[str, torch.Tensor]) -> torch.Tensor:
-        y = self.linear(x)
-        shared["last"] = y
-        return x + y
-
-
-class Writers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Writer(16) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        shared: dict[str, torch.Tensor] = {"first": x}
-        for layer in self.layers:
-            x = layer(x, shared)
-        return (x - y).square().mean()
-
-
-def test_mapping_written_by_a_block_is_refused_by_name() -> None:
-    model = stream(Writers())
-    with pytest.raises(megatrain.UnsupportedModelError, match=r"layers\.0 writes"):
-        model.step(toy_batch(1))
-
-
-class Hooked(nn.Module):
-    """Collects an inner tensor of each block by a hook, and uses it in the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(ToyBlock(16, False) for _ in range(2))
-        self.collected: list[torch.Tensor] = []
-        for layer in self.layers:
-            layer.first.register_forward_hook(lambda _m, _i, output: self.collected.append(output))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        self.collected.clear()
-        for layer in self.layers:
-            x = layer(x)
-        return (x - y).square().mean() + 0.3 * sum(c.square().mean() for c in self.collected)
-
-
-def test_tensors_that_leave_by_hooks_are_refused_by_the_self_check() -> None:
-    model = stream(Hooked())
-    with pytest.raises(megatrain.UnsupportedModelError, match=r"left layers\.\d other than by its return value"):
-        model.step(toy_batch(1))
-
-
 class CountingBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
