@@ -9,6 +9,7 @@ from typing import Any
 import families
 import torch
 import transformers
+from dit import DiT, dit_batch
 from families import VOCABULARY, Family, image_batch, text_batch, translation_batch
 from torch import nn
 
@@ -37,13 +38,13 @@ SIZES = dict(
 class Row:
     name: str
     needs: str
-    """Class of transformers; versions differ in which they have."""
+    """Class of transformers, "" for none; versions differ in which they have."""
     make: Callable[[], nn.Module]
     batch: Callable[..., Batch] = text_batch
 
     @property
     def exists(self) -> bool:
-        return hasattr(transformers, self.needs)
+        return not self.needs or hasattr(transformers, self.needs)
 
     def build(self) -> nn.Module:
         return families.build(Family(self.name, self.make, self.batch, {}, ""))
@@ -253,6 +254,7 @@ EXACT = [
     causal("granitemoehybrid", "GraniteMoeHybrid", layer_types=HYBRID, shared_intermediate_size=16),
     causal("bamba", "Bamba", attn_layer_indices=[1]),
     causal("modernbert_decoder", "ModernBertDecoder", local_attention=4),
+    Row("dit", "", DiT, dit_batch),
 ]  # fmt: skip
 
 ROUTERS = dict(output_router_logits=True, router_aux_loss_coef=0.5)
@@ -262,6 +264,7 @@ LEAVING = [
     causal("qwen3_moe-router", "Qwen3Moe", **ROUTERS),
     causal("olmoe-router", "Olmoe", **ROUTERS),
     causal("gpt_oss-router", "GptOss", layer_types=SLIDING, **ROUTERS),
+    causal("granitemoehybrid-router", "GraniteMoeHybrid", layer_types=HYBRID, shared_intermediate_size=16, **ROUTERS),
     causal("jamba-router", "Jamba", attn_layer_period=2, attn_layer_offset=1, expert_layer_offset=0, **ROUTERS),
     causal(
         "gemma3n", "Gemma3nText", num_kv_shared_layers=2, layer_types=PAIRS, laurel_rank=4, altup_num_inputs=2,
