@@ -12,6 +12,18 @@ import torch
 import megatrain
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--models-page", metavar="FILE", help="write what the families' tests have found there")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--models-page")
+    if path is not None:
+        from models_page import PageWriter
+
+        config.pluginmanager.register(PageWriter(path))
+
+
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> object:
     """An adversarial host backend (delays before every copy, NaN in released slots), and a GPU."""
