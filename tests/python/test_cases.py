@@ -295,14 +295,15 @@ def test_saved_file_keeps_the_tie(tmp_path: Any) -> None:
 
 
 class ListedExperts(nn.Module):
-    """Only expert 0 is ever chosen."""
+    """All rows go to the expert `chosen`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.chosen = 0
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        chosen = torch.zeros(len(x), dtype=torch.long)
+        chosen = torch.full((len(x),), self.chosen)
         y = torch.zeros_like(x)
         for index, expert in enumerate(self.experts):
             rows = chosen == index
@@ -342,6 +343,42 @@ def test_experts_without_tokens(kind: type[nn.Module]) -> None:
             assert torch.equal(before[name], after[name]), name
         states = model.optimizer.state_dict()["state"]
         assert len(states) == len([n for n, _ in model.named_parameters() if "unused" not in n and n not in idle])
+
+
+@pytest.mark.parametrize("way", ["step", "backward"])
+@pytest.mark.parametrize("resident_blocks", [0, 2])
+def test_experts_that_get_tokens_now_and_then(way: str, resident_blocks: int) -> None:
+    """Expert 1 in step 1 and again in step 4: in between its weights, moments and step count stand still, and the
+    norm is that of the other gradients."""
+    torch.manual_seed(0)
+    inner = Toy()
+    inner.layers = nn.ModuleList(ListedExperts(16) for _ in range(3))
+    module = WithLoss(inner)
+    resident = reference(module, max_grad_norm=0.1)
+    model = stream(module, max_grad_norm=0.1, placement=megatrain.Placement.spread(3, resident=resident_blocks))
+    faces = dict(model.named_parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step, chosen in enumerate([0, 1, 0, 0, 1, 2]):
+            for owner in (inner, resident.module.inner):
+                for layer in owner.layers:
+                    layer.chosen = chosen
+            batches = [toy_batch(2 * step), toy_batch(2 * step + 1)]
+            loss, norm, _ = resident.step(batches)
+            if way == "step":
+                assert model.step(batches).loss == pytest.approx(loss, rel=1e-6)
+            else:
+                for batch in batches:
+                    (model(**batch).loss / 2).backward()
+                model.optimizer.step()
+            assert model.last_grad_norm == pytest.approx(norm, rel=1e-5)
+    assert_same_parameters(model, resident)
+    counts = {0: 3.0, 1: 2.0, 2: 1.0}
+    for name, parameter in resident.module.named_parameters():
+        if ".experts." in name:
+            ours, theirs = model.optimizer.state[faces[name]], resident.optimizer.state[parameter]
+            assert float(ours["step"]) == float(theirs["step"]) == counts[int(name.split(".experts.")[1][0])]
+            assert_close(ours["exp_avg"], theirs["exp_avg"], 2e-5, f"exp_avg of {name}")
 
 
 # 17: resume
@@ -581,6 +618,31 @@ def test_clipping_reaches_the_moments() -> None:
         model.synchronize()
         assert_close(ours["exp_avg"], theirs["exp_avg"], 2e-5, f"exp_avg of {name}")
         assert_close(ours["exp_avg_sq"], theirs["exp_avg_sq"], 2e-5, f"exp_avg_sq of {name}")
+
+
+class Narrow(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.up(torch.tanh(self.down(x)))
+
+
+def test_norm_of_blocks_of_unlike_sizes_at_like_offsets() -> None:
+    """Sums of one block's gradients are made in the memory of another's, whose parameters ended elsewhere."""
+    torch.manual_seed(2)
+    inner = Toy()
+    inner.layers = nn.ModuleList(Narrow(16, width) for width in (3, 4))
+    module = WithLoss(inner)
+    resident, model = reference(module), stream(module)
+    units = [unit for unit in model._plan.units if unit.is_block]
+    assert len({tuple(u.layout.element_offset(p.index) for p in u.parameters) for u in units}) == 1
+    for step in range(2):
+        batches = [toy_batch(10 * step + index) for index in range(3)]
+        _, norm, _ = resident.step(batches)
+        assert model.step(batches).grad_norm == pytest.approx(norm, rel=1e-5)
 
 
 # 30: starved threads

@@ -63,9 +63,7 @@ class Stack(nn.Module):
 
 def batch(seed: int, rows: int = 4) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return dict(
-        x=torch.randn(rows, WIDTH, generator=generator), y=torch.randn(rows, WIDTH, generator=generator)
-    )
+    return dict(x=torch.randn(rows, WIDTH, generator=generator), y=torch.randn(rows, WIDTH, generator=generator))
 
 
 BATCHES = [batch(1), batch(2, rows=3)]
@@ -103,9 +101,7 @@ def assert_exact(make: Callable[[], Stack], way: str, keep: str = "inputs", **ch
             one.backward()
             loss += float(one.detach())
     assert loss == pytest.approx(expected_loss, rel=1e-6)
-    for (name, parameter), (_, expected) in zip(
-        model.named_parameters(), resident.named_parameters(), strict=True
-    ):
+    for (name, parameter), (_, expected) in zip(model.named_parameters(), resident.named_parameters(), strict=True):
         assert_close(parameter.grad, expected.grad, 3e-6, name)
     with torch.no_grad():
         assert model.evaluate(BATCHES[0]).loss == pytest.approx(float(model.module(**BATCHES[0])), rel=1e-6)
