@@ -20,7 +20,7 @@ from megatrain.calls import BlockRunner, Keeping
 from megatrain.errors import UnsupportedModelError
 from megatrain.loss import loss_in, weight_of
 from megatrain.parking import ParkedForward
-from megatrain.rng import RngState, preserved, seed_generators
+from megatrain.rng import RngState, preserved, seed_generators, states_of_others
 from megatrain.schedule import ForwardAndBack
 
 if TYPE_CHECKING:
@@ -156,8 +156,15 @@ def _compare(model: StreamedModel, tiny: Mapping[str, Any], dtype: torch.dtype, 
         runner = BlockRunner(caller, device, model._face.is_trainable)
 
         def resident(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockResult:
+            before = states_of_others()
             with copies.on_device(block) as weights:
-                return BlockResult(caller.in_place(block, weights, args, kwargs))
+                output = caller.in_place(block, weights, args, kwargs)
+            if states_of_others() != before:
+                raise UnsupportedModelError(
+                    f"{block.name} draws from Python's or numpy's random generator, whose numbers a recompute would "
+                    "not see again; torch's own are repeated"
+                )
+            return BlockResult(output)
 
         def run_whole(handler: Callable[[Block, tuple[Any, ...], dict[str, Any]], Any]) -> torch.Tensor:
             model._router.default = handler

@@ -87,6 +87,16 @@ REFUSALS = [
         "test_leaving.py::test_what_forwards_leave_in_the_module_is_refused_where_they_run_side_by_side",
     ),
     Refusal(
+        "caches in training (`use_cache=True`)",
+        "a recompute would add to them again",
+        "test_cases.py::test_caches_in_training_are_refused_by_name",
+    ),
+    Refusal(
+        "blocks that draw from Python's or numpy's random generator",
+        "a recompute would draw other numbers; torch's are repeated",
+        "test_cases.py::test_blocks_that_draw_from_other_generators_are_refused_by_name",
+    ),
+    Refusal(
         "fp32 weights under `torch.autocast`",
         "the casts would outlive the weights' place in device memory",
         "test_robustness.py::test_autocast_around_blocks_is_refused_in_fp32",

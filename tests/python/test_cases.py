@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -940,6 +941,35 @@ def test_buffers_written_in_forward_are_refused_by_name() -> None:
     inner.layers = nn.ModuleList(CountingBlock(16) for _ in range(2))
     with pytest.raises(megatrain.UnsupportedModelError, match=r"layers\.0 writes its buffer calls"):
         stream(inner).step(toy_batch(1))
+
+
+class Skipping(ToyBlock):
+    """Stochastic depth by a generator that is not torch's."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__(16, False)
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.draw() < 0.9 else x
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, np.random.randn])
+def test_blocks_that_draw_from_other_generators_are_refused_by_name(draw: Any) -> None:
+    inner = Toy()
+    inner.layers = nn.ModuleList(Skipping(draw) for _ in range(2))
+    with pytest.raises(megatrain.UnsupportedModelError, match=r"layers\.0 draws from Python's or numpy's random"):
+        stream(inner).step(toy_batch(1))
+
+
+@pytest.mark.parametrize("way", ["step", "backward"])
+def test_caches_in_training_are_refused_by_name(way: str) -> None:
+    model = stream(families.build(LLAMA))
+    with pytest.raises(megatrain.UnsupportedModelError, match=r"layers\.0 was given a DynamicCache.*use_cache=False"):
+        if way == "step":
+            model.step(dict(text_batch(1), use_cache=True))
+        else:
+            model(**text_batch(1), use_cache=True).loss.backward()
 
 
 def test_recurrent_modules_are_refused_by_name() -> None:

@@ -15,7 +15,7 @@ import megatrain
 from megatrain import BlockPlacement, Placement
 from megatrain.loss import weight_of
 
-HYPERPARAMETERS = dict(lr=1e-3, weight_decay=0.1, eps=1e-5)
+HYPERPARAMETERS = dict(lr=1e-3, weight_decay=0.1, eps=1e-4)
 STEPS = 3
 
 rarely = st.integers(0, 3).map(lambda value: value == 0)
@@ -115,7 +115,7 @@ def test_streamed_equals_resident(
             assert set(found) == set(gradients)
             largest = max(float(gradient.abs().max()) for gradient in gradients.values())
             for name, gradient in gradients.items():
-                assert_close(found[name], gradient, 1e-5, f"gradient of {name}", floor=1e-7 * largest)
+                assert_close(found[name], gradient, 1e-5, f"gradient of {name}", floor=1e-6 * largest)
     state, faces = model.state_dict(), dict(model.named_parameters())
     for name, parameter in resident.module.named_parameters():
         assert_close(state[name], parameter, 1e-5, name)
@@ -125,5 +125,5 @@ def test_streamed_equals_resident(
         else:
             ours = model.optimizer.state[faces[name]]
             assert float(ours["step"]) == float(theirs["step"]), name
-            assert_close(ours["exp_avg"], theirs["exp_avg"], 2e-5, f"exp_avg of {name}", floor=1e-9)
+            assert_close(ours["exp_avg"], theirs["exp_avg"], 2e-5, f"exp_avg of {name}", floor=1e-7)
     model.close()
