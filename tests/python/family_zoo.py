@@ -275,3 +275,17 @@ FIVE_STEPS = [
 ]  # fmt: skip
 """Tensors leave their blocks by hooks or through mappings, or blocks are not those of a language model."""
 EXACT += FIVE_STEPS
+
+MORE = [
+    causal(name, name)
+    for name in """
+    Afmoe Apertus1p5Text AriaText BailingHybrid Beam BertGeneration BioGpt BitNet BlenderbotSmall Camembert
+    Cohere2Moe CTRL Cwm Data2VecText DiffLlama Doge Dots1 Electra Ernie Ernie4_5_Moe Exaone ExaoneMoe FalconMamba
+    FlexOlmo Flint Gemma GPTBigCode GPTNeoXJapanese GraniteSWA GraniteMoe GraniteMoeSWA GraniteMoeShared
+    HunYuanMoEV1 HYV3 HYV4 HyperCLOVAX InklingText InternLM3 IQuestCoder Jais2 Kolibri1 Laguna LaraMini Lfm3 Mamba
+    MegatronBert Mellum MiMoV2Flash MiniMaxM2 MiniMaxM3VLText Ministral Ministral3 NanoChat Olmo OlmoHybrid
+    OpenAIGPT Persimmon Phi Qwen2Moe Qwen3_5MoeText Qwen4ExpText RemBert Roberta RobertaPreLayerNorm RoFormer
+    SarvamMoE SolarOpen TrOCR VaultGemma XLMRoberta XLMRobertaXL xLSTM
+    """.split()
+]
+"""Further causal models, by their configurations' names; run where `--every-family` or `--models-page` asks for it."""

@@ -129,7 +129,13 @@ def page(outcome: Callable[[str, Row], str], versions: str) -> str:
         five = outcome("five_steps", row) if row in family_zoo.FIVE_STEPS else ""
         note = NOTES.get(row.name, "router logits and their auxiliary loss" if row.name.endswith("-router") else "")
         lines.append(f"| {row.name} | {outcome('step', row)} | {outcome('backward', row)} | {five} | {note} |")
-    lines += ["", "PEFT's LoRA and DoRA on llama are exact too.", "", "## Refused by name", ""]
+    lines += ["", "PEFT's LoRA and DoRA on llama are exact too.", ""]
+    found: dict[str, list[str]] = {}
+    for row in family_zoo.MORE:
+        found.setdefault(outcome("further", row), []).append(row.name)
+    lines += ["The same, run when this page is written, for the causal models of these configurations:", ""]
+    lines += [f"- {word}: {', '.join(names)}" for word, names in found.items()]
+    lines += ["", "## Refused by name", ""]
     lines += ["| what | why |", "|---|---|"]
     lines += [f"| {refusal.what} | {refusal.why} |" for refusal in REFUSALS]
     return "\n".join(lines) + "\n"
@@ -148,7 +154,7 @@ class PageWriter:
 
     def pytest_runtest_logreport(self, report: object) -> None:
         function, _, parameters = report.nodeid.rpartition("::")[2].partition("[")  # type: ignore[attr-defined]
-        name, _, way = parameters.rstrip("]").rpartition("-")
+        name, _, way = parameters.removesuffix("]").rpartition("-")
         key = (function, name, way)
         if self._outcomes.get(key, "passed") == "passed":  # the call's, unless set-up or tear-down is worse
             self._outcomes[key] = report.outcome  # type: ignore[attr-defined]
@@ -158,7 +164,10 @@ class PageWriter:
 
     def _of(self, test: str, row: Row) -> str:
         if test == "five_steps":
-            found = {self._outcomes.get(("test_five_steps", row.name, way), "not run") for way in ("step", "backward")}
+            keys = [("test_five_steps", row.name, way) for way in ("step", "backward")]
+        elif test == "further":
+            keys = [("test_further_families", "", row.name)]
         else:
-            found = {self._outcomes.get(("test_exact", row.name, test), "not run")}
+            keys = [("test_exact", row.name, test)]
+        found = {self._outcomes.get(key, "not run") for key in keys}
         return "exact" if found == {"passed"} else ", ".join(sorted(found - {"passed"}))

@@ -11,7 +11,7 @@ import family_zoo
 import pytest
 import torch
 import transformers
-from family_zoo import EXACT, FIVE_STEPS, Row
+from family_zoo import EXACT, FIVE_STEPS, MORE, Row
 from resident import Resident, assert_close
 
 import megatrain
@@ -77,6 +77,15 @@ def skip_absent(row: Row) -> None:
 def test_exact(row: Row, way: str) -> None:
     skip_absent(row)
     assert_exact(row.build(), row.batches(), way)
+
+
+@pytest.mark.parametrize("row", MORE, ids=[row.name for row in MORE])
+def test_further_families(row: Row, request: pytest.FixtureRequest) -> None:
+    if not request.config.getoption("--every-family") and request.config.getoption("--models-page") is None:
+        pytest.skip("further families are run with --every-family")
+    skip_absent(row)
+    for way in ("step", "backward"):
+        assert_exact(row.build(), row.batches(), way)
 
 
 STEPS = 5
