@@ -578,6 +578,21 @@ def test_evaluation_and_generation_between_steps_change_nothing() -> None:
         assert torch.equal(values, busy.state_dict()[name]), name
 
 
+def test_evaluation_between_forward_and_backward_changes_nothing() -> None:
+    module = families.build(LLAMA)
+    resident, model = reference(module), stream(module)
+    for step in range(3):
+        _, norm, _ = resident.step([text_batch(step)])
+        loss = model(**text_batch(step)).loss
+        model.evaluate(text_batch(99))
+        loss.backward()
+        with torch.no_grad():
+            model(input_ids=text_batch(5)["input_ids"])
+        model.optimizer.step()
+        assert model.last_grad_norm == pytest.approx(norm, rel=1e-5)
+    assert_same_parameters(model, resident)
+
+
 # 28, 29: clipping and non-finite gradients
 
 
@@ -644,6 +659,25 @@ def test_norm_of_blocks_of_unlike_sizes_at_like_offsets() -> None:
         batches = [toy_batch(10 * step + index) for index in range(3)]
         _, norm, _ = resident.step(batches)
         assert model.step(batches).grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+def test_infinite_gradient_skips_the_update_of_a_plain_backward() -> None:
+    """Also where other backwards of the same update were finite."""
+    module = toy()
+    resident, model = reference(module), stream(module)
+    for step in range(4):
+        batch = toy_batch(step)
+        if step == 2:
+            before = model.state_dict()
+            model(**batch).loss.backward()
+            model(**dict(batch, y=torch.full_like(batch["y"], float("inf")))).loss.backward()
+            model.optimizer.step()
+            assert model.skipped_steps == 1
+            assert all(torch.equal(before[name], values) for name, values in model.state_dict().items())
+        resident.step([batch])
+        model(**batch).loss.backward()
+        model.optimizer.step()
+    assert_same_parameters(model, resident)
 
 
 # 30: starved threads
