@@ -11,6 +11,7 @@ from megatrain.attention import preferred_attention
 from megatrain.calls import BlockCall, mark_handed_over
 from megatrain.errors import StaleGraphError, UnsupportedModelError
 from megatrain.rng import RngState, preserved
+from megatrain.written import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -82,7 +83,7 @@ class _PendingCall:
                 self.call, weights, owner.keeping(block, 0), differentiable=True, more_than_once=True
             )
         self.record = output.record
-        self.flat, self.spec = pytree.tree_flatten(output.tree)
+        self.flat, self.spec = flatten(output.tree)
         self.fresh = [position for position, leaf in enumerate(output.leaves) if leaf is not None]
         made = tuple(self.flat[position] for position in self.fresh)
         for position in self.fresh:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -13,9 +13,11 @@ from torch._functorch import config as functorch_config
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import UnsupportedModelError
+from megatrain.observed import HookRelays, Observation, call_hooks
+from megatrain.written import Arguments, Written, write
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
 
     from megatrain.placement import Keep
     from megatrain.units import TiledParameter, Unit
@@ -31,9 +33,21 @@ class Block:
     unit: Unit
     parameters: tuple[tuple[str, TiledParameter], ...]
     """(name inside the block, parameter), shared ones of other units included."""
+    relays: HookRelays = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "relays", HookRelays(self.skeleton))
 
     def buffers(self) -> dict[str, torch.Tensor]:
         return dict(self.skeleton.named_buffers())
+
+
+class BlockResult(NamedTuple):
+    """All that leaves a block in one call."""
+
+    output: Any
+    observed: tuple[Observation, ...] = ()
+    written: tuple[Written, ...] = ()
 
 
 def call_with(skeleton: nn.Module, tensors: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
@@ -90,10 +104,28 @@ class BlockCaller:
         kwargs: Any,
         *,
         keep: Keep = "everything",
+        hooked: Sequence[nn.Module] = (),
+    ) -> BlockResult:
+        """Containers in the arguments must be this call's own. `hooked`: sub-modules whose hooks will be called
+        with what is observed."""
+        arguments = Arguments(args, kwargs)
+        with block.relays.instead_of_hooks(hooked) as seen:
+            output = self.in_place(block, weights, args, kwargs, keep=keep)
+            observed = seen()
+        return BlockResult(output, observed, arguments.written(block.name, args, kwargs))
+
+    def in_place(
+        self,
+        block: Block,
+        weights: Mapping[str, torch.Tensor],
+        args: Any,
+        kwargs: Any,
+        *,
+        keep: Keep = "everything",
     ) -> Any:
+        """As a resident block would be called: hooks run in it, and it writes where it writes."""
         buffers = block.buffers()
         versions = {name: buffer._version for name, buffer in buffers.items()}
-        before = _containers(args, kwargs)
         device_type = next(iter(weights.values())).device.type if weights else "cpu"
         with torch.autocast(device_type, enabled=False):
             if self.compiled:
@@ -105,21 +137,7 @@ class BlockCaller:
                 raise UnsupportedModelError(
                     f"{block.name} writes its buffer {name} in forward, which a recompute would do twice"
                 )
-        if _containers(args, kwargs) != before:
-            raise UnsupportedModelError(
-                f"{block.name} writes into a list or mapping that it was given; blocks must return what they compute"
-            )
         return output
-
-
-def _containers(args: Any, kwargs: Any) -> list[tuple[list[int], pytree.TreeSpec]]:
-    """Changes when an entry of a container in the arguments is replaced."""
-    leaves, spec = pytree.tree_flatten((args, kwargs))
-    seen = [([id(leaf) for leaf in leaves], spec)]
-    for leaf in leaves:
-        if isinstance(leaf, Mapping):  # of a type that pytree does not look into
-            seen += _containers(dict(leaf), None)
-    return seen
 
 
 def refuse_opaque(block: Block, leaves: list[Any]) -> None:
@@ -142,9 +160,9 @@ def refuse_opaque(block: Block, leaves: list[Any]) -> None:
 
 class BlockProxy(nn.Module):
     """Stands where the block stood: calls go to the router, everything else to the block. Its device
-    and dtype are those of the computation. It passes for an instance of the block's class, by which hooks
-    on blocks are placed (hidden states), and has the block's own hooks: outside of the block they see
-    tensors with gradients, and see them once."""
+    and dtype are those of the computation. It passes for an instance of the block's class, and shows the block's
+    children, by which hooks are placed (hidden states, router logits). It has the block's own hooks: outside of
+    the block they see tensors with gradients, and see them once; those of sub-modules are called here, too."""
 
     HOOKS = (
         "_forward_hooks",
@@ -173,7 +191,16 @@ class BlockProxy(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.dtype == torch.float32 and torch.is_autocast_enabled(self.device.type):
             raise UnsupportedModelError(f"{self._block.name} has fp32 weights and is called under torch.autocast")
-        return self._router(self._block, args, kwargs)
+        result: BlockResult = self._router(self._block, args, kwargs)
+        write(self._block.name, result.written, (args, kwargs))
+        call_hooks(self._block.name, self._block.skeleton, result.observed)
+        return result.output
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        yield from self._block.skeleton.named_children()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> BlockProxy:
+        return self  # weights and buffers are where they belong
 
     def train(self, mode: bool = True) -> BlockProxy:
         self.__dict__["training"] = mode

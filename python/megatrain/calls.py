@@ -15,15 +15,18 @@ from torch.utils import _pytree as pytree
 
 from megatrain.blocks import refuse_opaque
 from megatrain.host_mirror import strip_mirror
-from megatrain.kept import BlockMemory, Keeper, KeptGraph, KeptTensor, SelectedOutputs, enter, nothing_saved
+from megatrain.kept import BlockMemory, Keeper, KeptGraph, KeptTensor, SelectedOutputs, enter
 from megatrain.rng import RngState
+from megatrain.strays import nothing_saved, refuse_gradients
+from megatrain.written import flatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from torch import nn
     from torch.autograd.graph import GradientEdge
 
-    from megatrain.blocks import Block, BlockCaller
+    from megatrain.blocks import Block, BlockCaller, BlockResult
     from megatrain.host_shelf import HostShelf, ShelvedTensor
     from megatrain.placement import Keep
     from megatrain.units import TiledParameter
@@ -99,13 +102,15 @@ class BlockCall:
     rng: RngState
     modes: tuple[bool, ...]
     """Of the block and its sub-modules: training, or not."""
+    hooked: tuple[nn.Module, ...]
+    """Sub-modules whose hooks see what leaves the block for them."""
     _positions: list[int] = field(default_factory=list)
 
     @staticmethod
     def capture(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], rng: RngState) -> BlockCall:
-        leaves, spec = pytree.tree_flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
         refuse_opaque(block, leaves)
-        call = BlockCall(block, leaves, [], spec, rng, _modes(block))
+        call = BlockCall(block, leaves, [], spec, rng, _modes(block), block.relays.hooked())
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 continue
@@ -123,7 +128,7 @@ class BlockCall:
         return [given.tensor for given in self.inputs if given.tensor is not None]
 
     def arguments(self, tensors: Sequence[torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """(args, kwargs) with these in place of the call's tensors."""
+        """(args, kwargs) with these in place of the call's tensors, in containers of their own."""
         leaves = list(self.leaves)
         for position, tensor in zip(self._positions, tensors, strict=True):
             leaves[position] = tensor
@@ -159,9 +164,9 @@ class BlockCall:
 
 @dataclass(eq=False)
 class BlockOutput:
-    """What the module gets back: the tree, and those of its tensors that are fresh leaves."""
+    """What leaves the block, and those of its tensors that are fresh leaves."""
 
-    tree: Any
+    tree: BlockResult
     leaves: list[torch.Tensor | None]
     """Position by position of the flattened output; None where an input was passed through or the
     output is not a tensor."""
@@ -205,11 +210,15 @@ class BlockRunner:
 
     def call_plainly(
         self, block: Block, weights: dict[str, torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    ) -> BlockResult:
         """The forward where nothing is differentiated: the block gets its arguments as they are, caches
-        included."""
-        output = self._caller(block, {name: weight.detach() for name, weight in weights.items()}, args, kwargs)
-        return pytree.tree_map_only(torch.Tensor, lambda value: own_memory(value, weights), output)
+        included; only plain containers are its own."""
+        own_args, own_kwargs = pytree.tree_unflatten(*flatten((args, kwargs)))
+        detached = {name: weight.detach() for name, weight in weights.items()}
+        result = self._caller(block, detached, own_args, own_kwargs, hooked=block.relays.hooked())
+        leaves, spec = flatten(result)
+        owned = [own_memory(leaf, weights) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+        return pytree.tree_unflatten(owned, spec)  # type: ignore[no-any-return]
 
     def run(
         self,
@@ -231,7 +240,8 @@ class BlockRunner:
             inputs = [tensor.detach() for tensor in given]
             args, kwargs = call.arguments(inputs)
             with torch.no_grad():
-                output = self._caller(call.block, {n: w.detach() for n, w in weights.items()}, args, kwargs)
+                detached = {name: weight.detach() for name, weight in weights.items()}
+                output = self._caller(call.block, detached, args, kwargs, hooked=call.hooked)
         elif keeping.keep == "everything" or self._caller.compiled:
             output, inputs = self._with_graph(record, weights, keeping, keeper)
         else:
@@ -241,7 +251,7 @@ class BlockRunner:
 
     def _with_graph(
         self, record: CallRecord, weights: dict[str, torch.Tensor], keeping: Keeping, keeper: Keeper
-    ) -> tuple[Any, list[torch.Tensor]]:
+    ) -> tuple[BlockResult, list[torch.Tensor]]:
         call = record.call
         graph = KeptGraph(BlockMemory(weights), keeper)
         inputs = []
@@ -256,8 +266,9 @@ class BlockRunner:
         parameters, graph.parameters = self._parameter_leaves(call, weights)
         args, kwargs = call.arguments(inputs)
         with torch.enable_grad(), graph.saving():
-            output = self._caller(call.block, parameters, args, kwargs, keep=keeping.keep)
-        flat, _ = pytree.tree_flatten(output)
+            output = self._caller(call.block, parameters, args, kwargs, keep=keeping.keep, hooked=call.hooked)
+        refuse_gradients(call.block.name, parameters.values())
+        flat, _ = flatten(output)
         graph.outputs = [
             get_gradient_edge(value) if isinstance(value, torch.Tensor) and value.requires_grad else None
             for value in flat
@@ -269,7 +280,7 @@ class BlockRunner:
 
     def _for_recompute(
         self, record: CallRecord, weights: dict[str, torch.Tensor], keeping: Keeping, keeper: Keeper
-    ) -> tuple[Any, list[torch.Tensor]]:
+    ) -> tuple[BlockResult, list[torch.Tensor]]:
         call = record.call
         selected = SelectedOutputs(keeper) if keeping.keep == "selected" else None
         # With gradients on, as in the recompute: attention may choose another operator without.
@@ -278,7 +289,8 @@ class BlockRunner:
         args, kwargs = call.arguments(inputs)
         recording = nullcontext() if selected is None else selected.record()
         with torch.enable_grad(), nothing_saved(call.block.name), recording:
-            output = self._caller(call.block, parameters, args, kwargs)
+            output = self._caller(call.block, parameters, args, kwargs, hooked=call.hooked)
+        refuse_gradients(call.block.name, [*inputs, *parameters.values()])
         # An operator that is not run again would not draw again, and all after it would draw other numbers.
         if selected is not None and selected.is_whole() and call.rng == RngState.capture(self._device):
             record.selected = selected
@@ -287,14 +299,14 @@ class BlockRunner:
     def _handed_over(
         self,
         record: CallRecord,
-        output: Any,
+        output: BlockResult,
         inputs: list[torch.Tensor],
         weights: dict[str, torch.Tensor],
         differentiable: bool,
         keeper: Keeper | None,
     ) -> BlockOutput:
         originals = {id(mine): given for mine, given in zip(inputs, record.call.tensors(), strict=True)}
-        flat, spec = pytree.tree_flatten(output)
+        flat, spec = flatten(output)
         leaves: list[torch.Tensor | None] = []
         for position, value in enumerate(flat):
             leaf = None
@@ -346,8 +358,7 @@ class BlockRunner:
         call = record.call
         kept = call.kept_inputs()
         inputs = [
-            tensor.detach().requires_grad_(given.requires_grad)
-            for tensor, given in zip(kept, call.inputs, strict=True)
+            tensor.detach().requires_grad_(given.requires_grad) for tensor, given in zip(kept, call.inputs, strict=True)
         ]
         parameters, wanted = self._parameter_leaves(call, weights)
         call.rng.restore(self._device)
@@ -355,7 +366,7 @@ class BlockRunner:
         selected, record.selected = record.selected, None
         replay = nullcontext() if selected is None else selected.replay()
         with torch.enable_grad(), _in_modes(call.block, call.modes), replay:
-            flat, _ = pytree.tree_flatten(self._caller(call.block, parameters, args, kwargs))
+            flat, _ = flatten(self._caller(call.block, parameters, args, kwargs, hooked=call.hooked))
         pairs = [
             (value, gradient)
             for value, gradient in zip(flat, output_gradients, strict=True)

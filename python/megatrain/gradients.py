@@ -271,5 +271,7 @@ def _norm(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def _shape_key(unit: Unit) -> tuple[int, ...]:
+    """Equal for units whose sums have values, and gaps between them, in the same places."""
     layout = unit.layout
-    return (layout.trainable_elements, *(layout.element_offset(p.index) for p in unit.parameters))
+    places = ((layout.element_offset(p.index), p.numel) for p in unit.parameters if p.trainable)
+    return (layout.trainable_elements, *(number for place in places for number in place))

@@ -17,8 +17,8 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatrain.errors import UnsupportedModelError
 from megatrain.host_shelf import is_dense
+from megatrain.strays import stray
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -125,9 +125,7 @@ class BlockMemory:
         storage = tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
         if storage == 0 or storage not in self._names:
             return None
-        return _Place(
-            self._names[storage], tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride()
-        )
+        return _Place(self._names[storage], tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def moved_to(self, weights: Mapping[str, torch.Tensor]) -> None:
         self._weights = weights
@@ -137,6 +135,8 @@ class BlockMemory:
         self._weights = {}
 
     def view(self, place: _Place) -> torch.Tensor:
+        if not self._weights:
+            raise stray("a block")
         storage = self._weights[place.parameter].untyped_storage()
         empty = torch.empty(0, dtype=place.dtype, device=storage.device)
         return empty.set_(storage, place.offset, place.size, place.stride)
@@ -152,7 +152,7 @@ class _Entry(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None]:
-        return None, None
+        raise stray("a block")
 
 
 def enter(tensor: torch.Tensor) -> tuple[torch.Tensor, GradientEdge]:
@@ -161,18 +161,6 @@ def enter(tensor: torch.Tensor) -> tuple[torch.Tensor, GradientEdge]:
         gate = torch.zeros((), requires_grad=True)
         entered: torch.Tensor = _Entry.apply(gate, tensor)  # type: ignore[no-untyped-call]
     return entered, get_gradient_edge(entered)
-
-
-def nothing_saved(block: str) -> saved_tensors_hooks:
-    """For the forward of a block whose graph will not be used."""
-
-    def refuse(packed: None) -> torch.Tensor:
-        raise UnsupportedModelError(
-            f"a gradient was asked of a tensor that left {block} other than by its return value (router logits "
-            "collected by hooks, for instance)"
-        )
-
-    return saved_tensors_hooks(lambda tensor: None, refuse)
 
 
 @dataclass(eq=False)

@@ -436,7 +436,7 @@ class StreamedModel:
             self._check(batch)
 
     def _check(self, batch: Mapping[str, Any]) -> None:
-        with self._surroundings.around_check(batch):
+        with self._surroundings.own_arithmetic():
             self._checked = check_model(self, batch)
 
     def _require_loaded(self) -> None:

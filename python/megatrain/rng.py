@@ -7,10 +7,12 @@ forward of micro-batch i draws the same masks."""
 from __future__ import annotations
 
 import hashlib
+import random
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 
 if TYPE_CHECKING:
@@ -60,6 +62,12 @@ def seed_generators(seed: int, device: torch.device) -> None:
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
+
+
+def states_of_others() -> tuple[object, ...]:
+    """Of Python's and numpy's generators, to be compared: what is drawn there is not drawn again by a recompute."""
+    _, key, position, *_ = np.random.get_state(legacy=True)
+    return random.getstate(), bytes(key), position  # type: ignore[arg-type]
 
 
 @contextmanager

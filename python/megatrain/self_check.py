@@ -1,7 +1,7 @@
 """The self-check: the first blocks, streamed against resident, in fp32 on a small batch.
 
-It compares gradients: several of the ways in which a model can be streamed wrongly (router logits taken
-by hooks, tensors that leave a block through a mapping) leave the loss exact."""
+It compares gradients: several of the ways in which a model can be streamed wrongly (tensors that leave a block
+other than by its outputs, for instance) leave the loss exact."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from torch.utils import _pytree as pytree
 
 from megatrain._native import Section
 from megatrain.autograd import DirectCalls
-from megatrain.blocks import BlockCaller
+from megatrain.blocks import BlockCaller, BlockResult
 from megatrain.calls import BlockRunner, Keeping
 from megatrain.errors import UnsupportedModelError
 from megatrain.loss import loss_in, weight_of
 from megatrain.parking import ParkedForward
-from megatrain.rng import RngState, preserved, seed_generators
+from megatrain.rng import RngState, preserved, seed_generators, states_of_others
 from megatrain.schedule import ForwardAndBack
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from megatrain.blocks import Block
     from megatrain.model import StreamedModel
@@ -65,6 +65,15 @@ def tiny_batch(batch: Mapping[str, Any], shifted: bool) -> dict[str, Any]:
         if "labels" not in short or weight_of(short, shifted) > 0:
             return short
     return one
+
+
+def _turned_round(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """`tiny_batch`'s two rows the other way round, as another micro-batch; as they are where they cannot be told
+    apart."""
+    tensors = [value for value in batch.values() if isinstance(value, torch.Tensor) and value.dim() > 0]
+    if any(value.shape[0] != 2 for value in tensors):
+        return dict(batch)
+    return {k: v.flip(0) if isinstance(v, torch.Tensor) and v.dim() > 0 else v for k, v in batch.items()}
 
 
 class _Copies:
@@ -132,27 +141,38 @@ def _compare(model: StreamedModel, tiny: Mapping[str, Any], dtype: torch.dtype, 
         return value.to(device, dtype if value.dtype == model.dtype else value.dtype)
 
     arguments: dict[str, Any] = pytree.tree_map_only(torch.Tensor, moved, dict(tiny))
+    batches = [arguments, _turned_round(arguments)]
     with _leading_blocks(model) as checked, preserved(device):
         needed = {p for block in checked for _, p in block.parameters}
         needed |= {p for unit in model._plan.units if not unit.is_block for p in unit.parameters}
         values = {
-            p: model._tiles.view(p, Section.weights).to(device, dtype, copy=True).requires_grad_(
-                model._face.is_trainable(p)
-            )
+            p: model._tiles.view(p, Section.weights)
+            .to(device, dtype, copy=True)
+            .requires_grad_(model._face.is_trainable(p))
             for p in needed
         }
         copies = _Copies(values)
         caller = BlockCaller(compiled=False)
         runner = BlockRunner(caller, device, model._face.is_trainable)
 
-        def resident(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def resident(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockResult:
+            before = states_of_others()
             with copies.on_device(block) as weights:
-                return caller(block, weights, args, kwargs)
+                output = caller.in_place(block, weights, args, kwargs)
+            if states_of_others() != before:
+                raise UnsupportedModelError(
+                    f"{block.name} draws from Python's or numpy's random generator, whose numbers a recompute would "
+                    "not see again; torch's own are repeated"
+                )
+            return BlockResult(output)
 
         def run_whole(handler: Callable[[Block, tuple[Any, ...], dict[str, Any]], Any]) -> torch.Tensor:
-            seed_generators(0, device)
             model._router.default = handler
-            return _scalar_in(module(**arguments))
+            losses = []
+            for batch in batches:
+                seed_generators(0, device)
+                losses.append(_scalar_in(module(**batch)))
+            return torch.stack(losses).sum()
 
         def take_leaves() -> dict[TiledParameter, torch.Tensor]:
             taken = {p: leaf.grad.to_dense().cpu() for p, leaf in values.items() if leaf.grad is not None}
@@ -177,7 +197,7 @@ def _compare(model: StreamedModel, tiny: Mapping[str, Any], dtype: torch.dtype, 
                 _hold_against(expected_loss, expected, loss.detach(), found, tolerance, "backward()")
 
                 sums = _Sums()
-                loss = _parked_backward(model, arguments, copies, runner, sums)
+                loss = _parked_backward(model, batches, copies, runner, sums)
                 _hold_against(expected_loss, expected, loss, _merged(sums, take_leaves()), tolerance, "step()")
         finally:
             model._router.override = None
@@ -185,16 +205,13 @@ def _compare(model: StreamedModel, tiny: Mapping[str, Any], dtype: torch.dtype, 
 
 
 def _parked_backward(
-    model: StreamedModel, arguments: Mapping[str, Any], copies: _Copies, runner: BlockRunner, sums: _Sums
+    model: StreamedModel,
+    batches: Sequence[Mapping[str, Any]],
+    copies: _Copies,
+    runner: BlockRunner,
+    sums: _Sums,
 ) -> torch.Tensor:
-    seed_generators(0, model.device)
-    run = ParkedForward(
-        lambda: model.module(**arguments),
-        model.device,
-        RngState.capture(model.device),
-        lambda run: model._router.handle_here(run.park),
-    )
-    order = ForwardAndBack(copies, runner, model.device, _keep_inputs)
+    """The forwards as a step runs them: side by side, or one after the other."""
     losses: list[torch.Tensor] = []
 
     def when_done(_: int, output: Any) -> None:
@@ -202,13 +219,28 @@ def _parked_backward(
         losses.append(loss.detach())
         torch.autograd.backward([loss], retain_graph=True)
 
-    try:
-        order.forward([run], when_done, differentiable=True)
-        order.backward(sums, model._unit_of)
-    except BaseException:
-        run.abandon()
-        raise
-    return losses[0]
+    together = len(batches) if model.placement.order == "layer-major" else 1
+    for first in range(0, len(batches), together):
+        runs = []
+        for batch in batches[first : first + together]:
+            seed_generators(0, model.device)
+            runs.append(
+                ParkedForward(
+                    lambda batch=batch: model.module(**batch),  # type: ignore[misc]
+                    model.device,
+                    RngState.capture(model.device),
+                    lambda run: model._router.handle_here(run.park),
+                )
+            )
+        order = ForwardAndBack(copies, runner, model.device, _keep_inputs)
+        try:
+            order.forward(runs, when_done, differentiable=True)
+            order.backward(sums, model._unit_of)
+        except BaseException:
+            for run in runs:
+                run.abandon()
+            raise
+    return torch.stack(losses).sum()
 
 
 def _keep_inputs(block: Block, micro_batch: int) -> Keeping:
@@ -241,9 +273,7 @@ def _leading_blocks(model: StreamedModel) -> Iterator[list[Block]]:
             container._modules = entries
 
 
-def _merged(
-    sums: _Sums, leaves: dict[TiledParameter, torch.Tensor]
-) -> dict[TiledParameter, torch.Tensor]:
+def _merged(sums: _Sums, leaves: dict[TiledParameter, torch.Tensor]) -> dict[TiledParameter, torch.Tensor]:
     merged = dict(leaves)
     for parameter, gradient in sums.by_parameter.items():
         own = merged.get(parameter)
@@ -261,7 +291,9 @@ def _hold_against(
 ) -> None:
     if not torch.allclose(expected_loss, loss, rtol=tolerance, atol=1e-6, equal_nan=True):
         raise UnsupportedModelError(
-            f"self-check: streamed through {way} the loss is {float(loss):.6f}, resident {float(expected_loss):.6f}"
+            f"self-check: streamed through {way} the loss is {float(loss):.6f}, resident {float(expected_loss):.6f}; "
+            "in step() the forwards of micro-batches run side by side and must not share what they leave in the module "
+            '(in Placement(order="micro-batch-major") they run one after the other)'
         )
     for parameter in dict.fromkeys([*expected, *found]):
         one, other = expected.get(parameter), found.get(parameter)
@@ -275,8 +307,8 @@ def _hold_against(
         if not difference <= tolerance * largest + 1e-9:
             raise UnsupportedModelError(
                 f"self-check: the gradient of {parameter.name} through {way} is off by {difference:.3g} where its "
-                f"largest element is {largest:.3g}; tensors may leave a block other than by its return value "
-                "(router logits collected by hooks, mappings that blocks write)"
+                f"largest element is {largest:.3g}; tensors may leave a block other than by its return value, hooks or "
+                "containers that it was given"
             )
 
 

@@ -10,7 +10,6 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megatrain.attention import preferred_attention
-from megatrain.collected import CollectedInside
 from megatrain.logits import WarnOnFullLogits, lazy_head, mirror_labels
 
 if TYPE_CHECKING:
@@ -28,14 +27,11 @@ class Surroundings:
         self._weights_version = weights_version
         self._head = output_embeddings(module)
         self._configs = _caching_configs(module)
-        self._collected = CollectedInside(module)
         self._warn_full_logits = WarnOnFullLogits()
 
     @contextmanager
     def around(self, batches: Sequence[Mapping[str, Any]], *, caches: bool = False) -> Iterator[None]:
         """For the forwards of these batches. `caches` leaves caching to the module's configuration."""
-        for batch in batches:
-            self._collected.refuse(batch)
         with self.own_arithmetic(caches=caches):
             # Without labels somebody wants the logits themselves.
             if self._head is None or not any("labels" in batch for batch in batches):
@@ -45,13 +41,6 @@ class Surroundings:
                 self._head, self._warn_full_logits, compile=self._compiled, weights_version=self._weights_version
             ):
                 yield
-
-    @contextmanager
-    def around_check(self, batch: Mapping[str, Any]) -> Iterator[None]:
-        """For the self-check with this batch, which looks at full logits."""
-        self._collected.refuse(batch)
-        with self.own_arithmetic():
-            yield
 
     @contextmanager
     def own_arithmetic(self, *, caches: bool = False) -> Iterator[None]:

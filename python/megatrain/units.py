@@ -116,13 +116,14 @@ def plan_units(module: nn.Module, stacks: Sequence[Stack], tile_format: TileForm
                 if users[id(parameter)] == {module_name}
             ]
             block_units[module_name] = add_unit(module_name, members, is_block=True)
-            continue
         outside = {
             id(parameter): (prefix + key, parameter)
             for key, parameter in owner.named_parameters(recurse=False)
             if id(parameter) not in tiled and ("" in users[id(parameter)] or len(users[id(parameter)]) > 1)
         }
         if outside:
-            add_unit(module_name or "(root)", list(outside.values()), is_block=False)
+            # A block may itself own parameters that others use.
+            unit_name = f"{module_name} (shared)" if module_name in block_names else module_name or "(root)"
+            add_unit(unit_name, list(outside.values()), is_block=False)
     resolved = {name: tiled[id(parameter)] for name, parameter in names.items()}
     return UnitPlan(tuple(units), resolved, block_units)

@@ -12,6 +12,19 @@ import torch
 import megatrain
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--every-family", action="store_true", help="run the families that are left out by default too")
+    parser.addoption("--models-page", metavar="FILE", help="write what the families' tests have found there")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    path = config.getoption("--models-page")
+    if path is not None and not hasattr(config, "workerinput"):  # where the tests run on several cores, once
+        from models_page import PageWriter
+
+        config.pluginmanager.register(PageWriter(path))
+
+
 @pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> object:
     """An adversarial host backend (delays before every copy, NaN in released slots), and a GPU."""

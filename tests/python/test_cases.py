@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -295,14 +296,15 @@ def test_saved_file_keeps_the_tie(tmp_path: Any) -> None:
 
 
 class ListedExperts(nn.Module):
-    """Only expert 0 is ever chosen."""
+    """All rows go to the expert `chosen`."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.chosen = 0
         self.experts = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        chosen = torch.zeros(len(x), dtype=torch.long)
+        chosen = torch.full((len(x),), self.chosen)
         y = torch.zeros_like(x)
         for index, expert in enumerate(self.experts):
             rows = chosen == index
@@ -342,6 +344,42 @@ def test_experts_without_tokens(kind: type[nn.Module]) -> None:
             assert torch.equal(before[name], after[name]), name
         states = model.optimizer.state_dict()["state"]
         assert len(states) == len([n for n, _ in model.named_parameters() if "unused" not in n and n not in idle])
+
+
+@pytest.mark.parametrize("way", ["step", "backward"])
+@pytest.mark.parametrize("resident_blocks", [0, 2])
+def test_experts_that_get_tokens_now_and_then(way: str, resident_blocks: int) -> None:
+    """Expert 1 in step 1 and again in step 4: in between its weights, moments and step count stand still, and the
+    norm is that of the other gradients."""
+    torch.manual_seed(0)
+    inner = Toy()
+    inner.layers = nn.ModuleList(ListedExperts(16) for _ in range(3))
+    module = WithLoss(inner)
+    resident = reference(module, max_grad_norm=0.1)
+    model = stream(module, max_grad_norm=0.1, placement=megatrain.Placement.spread(3, resident=resident_blocks))
+    faces = dict(model.named_parameters())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step, chosen in enumerate([0, 1, 0, 0, 1, 2]):
+            for owner in (inner, resident.module.inner):
+                for layer in owner.layers:
+                    layer.chosen = chosen
+            batches = [toy_batch(2 * step), toy_batch(2 * step + 1)]
+            loss, norm, _ = resident.step(batches)
+            if way == "step":
+                assert model.step(batches).loss == pytest.approx(loss, rel=1e-6)
+            else:
+                for batch in batches:
+                    (model(**batch).loss / 2).backward()
+                model.optimizer.step()
+            assert model.last_grad_norm == pytest.approx(norm, rel=1e-5)
+    assert_same_parameters(model, resident)
+    counts = {0: 3.0, 1: 2.0, 2: 1.0}
+    for name, parameter in resident.module.named_parameters():
+        if ".experts." in name:
+            ours, theirs = model.optimizer.state[faces[name]], resident.optimizer.state[parameter]
+            assert float(ours["step"]) == float(theirs["step"]) == counts[int(name.split(".experts.")[1][0])]
+            assert_close(ours["exp_avg"], theirs["exp_avg"], 2e-5, f"exp_avg of {name}")
 
 
 # 17: resume
@@ -540,6 +578,21 @@ def test_evaluation_and_generation_between_steps_change_nothing() -> None:
         assert torch.equal(values, busy.state_dict()[name]), name
 
 
+def test_evaluation_between_forward_and_backward_changes_nothing() -> None:
+    module = families.build(LLAMA)
+    resident, model = reference(module), stream(module)
+    for step in range(3):
+        _, norm, _ = resident.step([text_batch(step)])
+        loss = model(**text_batch(step)).loss
+        model.evaluate(text_batch(99))
+        loss.backward()
+        with torch.no_grad():
+            model(input_ids=text_batch(5)["input_ids"])
+        model.optimizer.step()
+        assert model.last_grad_norm == pytest.approx(norm, rel=1e-5)
+    assert_same_parameters(model, resident)
+
+
 # 28, 29: clipping and non-finite gradients
 
 
@@ -581,6 +634,50 @@ def test_clipping_reaches_the_moments() -> None:
         model.synchronize()
         assert_close(ours["exp_avg"], theirs["exp_avg"], 2e-5, f"exp_avg of {name}")
         assert_close(ours["exp_avg_sq"], theirs["exp_avg_sq"], 2e-5, f"exp_avg_sq of {name}")
+
+
+class Narrow(nn.Module):
+    def __init__(self, width: int, inner: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, inner, bias=False)
+        self.up = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.up(torch.tanh(self.down(x)))
+
+
+def test_norm_of_blocks_of_unlike_sizes_at_like_offsets() -> None:
+    """Sums of one block's gradients are made in the memory of another's, whose parameters ended elsewhere."""
+    torch.manual_seed(2)
+    inner = Toy()
+    inner.layers = nn.ModuleList(Narrow(16, width) for width in (3, 4))
+    module = WithLoss(inner)
+    resident, model = reference(module), stream(module)
+    units = [unit for unit in model._plan.units if unit.is_block]
+    assert len({tuple(u.layout.element_offset(p.index) for p in u.parameters) for u in units}) == 1
+    for step in range(2):
+        batches = [toy_batch(10 * step + index) for index in range(3)]
+        _, norm, _ = resident.step(batches)
+        assert model.step(batches).grad_norm == pytest.approx(norm, rel=1e-5)
+
+
+def test_infinite_gradient_skips_the_update_of_a_plain_backward() -> None:
+    """Also where other backwards of the same update were finite."""
+    module = toy()
+    resident, model = reference(module), stream(module)
+    for step in range(4):
+        batch = toy_batch(step)
+        if step == 2:
+            before = model.state_dict()
+            model(**batch).loss.backward()
+            model(**dict(batch, y=torch.full_like(batch["y"], float("inf")))).loss.backward()
+            model.optimizer.step()
+            assert model.skipped_steps == 1
+            assert all(torch.equal(before[name], values) for name, values in model.state_dict().items())
+        resident.step([batch])
+        model(**batch).loss.backward()
+        model.optimizer.step()
+    assert_same_parameters(model, resident)
 
 
 # 30: starved threads
@@ -862,60 +959,6 @@ def test_meta_module_without_values_is_refused() -> None:
         model.step(text_batch(1))
 
 
-class Writer(nn.Module):
-    """Leaves a tensor in a mapping that it was given."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor, shared: dict[str, torch.Tensor]) -> torch.Tensor:
-        y = self.linear(x)
-        shared["last"] = y
-        return x + y
-
-
-class Writers(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Writer(16) for _ in range(2))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        shared: dict[str, torch.Tensor] = {"first": x}
-        for layer in self.layers:
-            x = layer(x, shared)
-        return (x - y).square().mean()
-
-
-def test_mapping_written_by_a_block_is_refused_by_name() -> None:
-    model = stream(Writers())
-    with pytest.raises(megatrain.UnsupportedModelError, match=r"layers\.0 writes"):
-        model.step(toy_batch(1))
-
-
-class Hooked(nn.Module):
-    """Collects an inner tensor of each block by a hook, and uses it in the loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(ToyBlock(16, False) for _ in range(2))
-        self.collected: list[torch.Tensor] = []
-        for layer in self.layers:
-            layer.first.register_forward_hook(lambda _m, _i, output: self.collected.append(output))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        self.collected.clear()
-        for layer in self.layers:
-            x = layer(x)
-        return (x - y).square().mean() + 0.3 * sum(c.square().mean() for c in self.collected)
-
-
-def test_tensors_that_leave_by_hooks_are_refused_by_the_self_check() -> None:
-    model = stream(Hooked())
-    with pytest.raises(megatrain.UnsupportedModelError, match=r"left layers\.\d other than by its return value"):
-        model.step(toy_batch(1))
-
-
 class CountingBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -932,6 +975,35 @@ def test_buffers_written_in_forward_are_refused_by_name() -> None:
     inner.layers = nn.ModuleList(CountingBlock(16) for _ in range(2))
     with pytest.raises(megatrain.UnsupportedModelError, match=r"layers\.0 writes its buffer calls"):
         stream(inner).step(toy_batch(1))
+
+
+class Skipping(ToyBlock):
+    """Stochastic depth by a generator that is not torch's."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__(16, False)
+        self.draw = draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) if self.draw() < 0.9 else x
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, np.random.randn])
+def test_blocks_that_draw_from_other_generators_are_refused_by_name(draw: Any) -> None:
+    inner = Toy()
+    inner.layers = nn.ModuleList(Skipping(draw) for _ in range(2))
+    with pytest.raises(megatrain.UnsupportedModelError, match=r"layers\.0 draws from Python's or numpy's random"):
+        stream(inner).step(toy_batch(1))
+
+
+@pytest.mark.parametrize("way", ["step", "backward"])
+def test_caches_in_training_are_refused_by_name(way: str) -> None:
+    model = stream(families.build(LLAMA))
+    with pytest.raises(megatrain.UnsupportedModelError, match=r"layers\.0 was given a DynamicCache.*use_cache=False"):
+        if way == "step":
+            model.step(dict(text_batch(1), use_cache=True))
+        else:
+            model(**text_batch(1), use_cache=True).loss.backward()
 
 
 def test_recurrent_modules_are_refused_by_name() -> None:

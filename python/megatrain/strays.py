@@ -1,0 +1,45 @@
+"""Tensors that leave a block in a way that is not followed, as an attribute for instance.
+
+The graph behind them is that of the block's forward, whose ends are not the parameters themselves: a gradient would
+be lost there without a word. It is refused instead."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+
+from megatrain.errors import UnsupportedModelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import torch
+
+
+def stray(block: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"a gradient was asked of a tensor that left {block} other than by its return value, forward hooks or "
+        "containers that it was given (as an attribute, for instance)"
+    )
+
+
+def nothing_saved(block: str) -> saved_tensors_hooks:
+    """For the forward of a block whose graph will not be used."""
+
+    def refuse(packed: None) -> torch.Tensor:
+        raise stray(block)
+
+    return saved_tensors_hooks(lambda tensor: None, refuse)
+
+
+def refuse_gradients(block: str, leaves: Iterable[torch.Tensor]) -> None:
+    """Of a block's forward that has been run. A gradient that is asked for by `torch.autograd.grad` is not
+    accumulated; one that is comes from outside."""
+
+    def refuse(_: Any) -> None:
+        raise stray(block)
+
+    for leaf in leaves:
+        if leaf.requires_grad:
+            get_gradient_edge(leaf).node.register_prehook(refuse)
