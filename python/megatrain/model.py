@@ -18,6 +18,7 @@ from megatrain._native import Engine, TileStore
 from megatrain.autograd import DirectCalls
 from megatrain.blocks import BlockCaller
 from megatrain.calls import BlockRunner
+from megatrain.decay import biases_and_norms
 from megatrain.device_weights import DeviceWeights
 from megatrain.errors import UnsupportedModelError
 from megatrain.face import ParameterFace
@@ -162,6 +163,7 @@ class StreamedModel:
                 f"{type(module).__name__} has no ModuleList of at least two blocks that it calls; name one with blocks="
             )
         plan = plan_units(module, found, self.settings.tile_format)
+        undecayed = biases_and_norms(module)
         self._plan = plan
         self._unit_by_tile = {unit.tile: unit for unit in plan.units}
         require_memory(plan, self.settings, backend)
@@ -215,6 +217,7 @@ class StreamedModel:
             self._updates.forget,
             self._weights.mark_moments_edited,
             seed,
+            undecayed,
         )
         self._updates.optimizer = self.optimizer
         self._updates.take_over_edits = self._face.take_over_edits

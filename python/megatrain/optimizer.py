@@ -12,7 +12,7 @@ from megatrain.rng import rounding_seed
 from megatrain.settings import AdamW, check_hyperparameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from megatrain.parameters import TileParameter
     from megatrain.tiles import Tiles
@@ -38,6 +38,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         forget_gradients: Callable[[], None],
         mark_moments_edited: Callable[[int], None],
         seed: int,
+        undecayed: Collection[str],
     ) -> None:
         self._tiles = tiles
         self._apply = apply
@@ -48,12 +49,17 @@ class StreamedAdamW(torch.optim.Optimizer):
         self._face: dict[TiledParameter, TileParameter] = {p: faces[p.name] for p in tiles.plan.parameters}
         self._seeds = {p: rounding_seed(seed, p.name) for p in tiles.plan.parameters}
         defaults = dict(lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
-        super().__init__(self._groups(config), defaults)
+        super().__init__(self._groups(config, undecayed), defaults)
 
-    def _groups(self, config: AdamW) -> list[dict[str, Any]]:
+    def _groups(self, config: AdamW, undecayed: Collection[str]) -> list[dict[str, Any]]:
         trainable = [face for parameter, face in self._face.items() if parameter.trainable]
         if config.params is None:
-            return [{"params": trainable}]
+            if config.decay_biases_and_norms or config.weight_decay == 0:
+                return [{"params": trainable}]
+            kept = [face for face in trainable if self._tiled[id(face)].name in undecayed]
+            decayed = [face for face in trainable if self._tiled[id(face)].name not in undecayed]
+            split: list[dict[str, Any]] = [{"params": decayed}, {"params": kept, "weight_decay": 0.0}]
+            return [group for group in split if group["params"]] or split[:1]
         by_original = {id(parameter.original): face for parameter, face in self._face.items()}
         names = self._tiles.plan.names
         groups = []

@@ -22,14 +22,18 @@ class AdamW:
     """AdamW with decoupled weight decay, as torch.optim.AdamW (Loshchilov and Hutter, 2017).
 
     `params`: parameter groups as torch takes them, each a mapping with "params" (parameters of the
-    module as it was before it was streamed, or their names) and any of lr, betas, eps, weight_decay;
-    None puts every trainable parameter into one group."""
+    module as it was before it was streamed, or their names) and any of lr, betas, eps, weight_decay.
+    With None, weights are in one group and biases and norms, which do not decay, in a second one, as
+    in Hugging Face's Trainer (see `megatrain.decay`).
+    `decay_biases_and_norms`: one group of every trainable parameter instead, as torch.optim.AdamW makes of
+    `module.parameters()`."""
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
     params: ParameterGroups | None = None
+    decay_biases_and_norms: bool = False
 
     def __post_init__(self) -> None:
         check_hyperparameters(dict(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay))
