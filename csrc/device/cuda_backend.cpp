@@ -145,7 +145,10 @@ class CudaBackend final : public Backend {
     }
   }
 
-  void update(const AdamWStep& step, const AdamWSpan& span, int* non_finite, StreamView stream) override {
+  void update(const UpdateStep& step, const UpdateSpan& span, int* non_finite, StreamView stream) override {
+    if (span.rule != Rule::kAdamW) {
+      throw CallerError("tiles that stay on the device are updated by AdamW only");
+    }
     make_current(device_);
     queue_adamw(step, span, non_finite, stream.handle);
   }

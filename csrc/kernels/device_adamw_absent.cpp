@@ -4,7 +4,7 @@
 
 namespace megatrain {
 
-void queue_adamw(const AdamWStep&, const AdamWSpan&, int*, std::uintptr_t) {
+void queue_adamw(const UpdateStep&, const UpdateSpan&, int*, std::uintptr_t) {
   throw OutsideError(
       "layers cannot stay on the device: megatrain was built without nvcc, and so without its kernels");
 }

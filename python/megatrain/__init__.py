@@ -7,7 +7,7 @@ from megatrain.machine import MachineSpeed, UpdateSpeed, machine_speed
 from megatrain.model import StreamedModel
 from megatrain.placement import BlockPlacement, Placement
 from megatrain.report import EvaluationReport, MemoryReport, StepReport
-from megatrain.settings import AdamW
+from megatrain.rules import AdamW, Lion
 from megatrain.transfers import Transfers
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "CudaBackend",
     "EvaluationReport",
     "HostBackend",
+    "Lion",
     "MachineSpeed",
     "MemoryLimitError",
     "MemoryReport",

@@ -28,12 +28,13 @@ from megatrain.interrupts import DeferredInterrupts
 from megatrain.limits import memory_report, require_device_memory, require_memory
 from megatrain.loss import shifts_labels, tokens_of, weight_of
 from megatrain.machine import update_threads
-from megatrain.optimizer import StreamedAdamW
+from megatrain.optimizer import StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.report import EvaluationReport, MemoryReport, StepReport, write_chrome_trace
 from megatrain.rng import preserved
+from megatrain.rules import AdamW, Optimizer
 from megatrain.self_check import buffers_kept, check_model, tiny_batch
-from megatrain.settings import AdamW, Settings, chosen_isa, parse_bytes, resolve_backend
+from megatrain.settings import Settings, chosen_isa, parse_bytes, resolve_backend
 from megatrain.step_runner import StepRunner
 from megatrain.surroundings import Surroundings
 from megatrain.takeover import (
@@ -68,7 +69,7 @@ class StreamedModel:
 
     module: any nn.Module with one or more stacks of blocks (ModuleLists), a Hugging Face model for
         instance. It is taken over: its storage is released tensor by tensor.
-    optimizer: settings of the update, AdamW in fp32 arithmetic.
+    optimizer: settings of the update, `AdamW` or `Lion`, in fp32 arithmetic.
     max_grad_norm: clip the norm of all gradients to this; None for no clipping.
     dtype: of the streamed weights. torch.bfloat16 keeps an exact fp32 master split into the bf16 weight
         and 16 more bits (14 bytes a parameter on the host with gradients and moments); torch.float32
@@ -104,7 +105,7 @@ class StreamedModel:
         self,
         module: nn.Module,
         *,
-        optimizer: AdamW | None = None,
+        optimizer: Optimizer | None = None,
         max_grad_norm: float | None = None,
         dtype: torch.dtype = torch.bfloat16,
         master: str = "split",
@@ -127,6 +128,7 @@ class StreamedModel:
         transfers: Transfers | None = None,
     ) -> None:
         self.settings = Settings(
+            optimizer=optimizer or AdamW(),
             max_grad_norm=max_grad_norm,
             dtype=dtype,
             master=master,
@@ -208,8 +210,8 @@ class StreamedModel:
             self._weights, self._runner, self._sink, self.device, self._unit_of, self._steps.keeping
         )
         self._router.default = self._direct
-        self.optimizer = StreamedAdamW(
-            optimizer or AdamW(),
+        self.optimizer = StreamedOptimizer(
+            self.settings.optimizer,
             self._tiles,
             self._face.by_name,
             self._updates.apply,

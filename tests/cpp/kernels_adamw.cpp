@@ -39,7 +39,7 @@ class OnDevice {
     testing::cuda_free(non_finite_);
   }
 
-  void update(const AdamWStep& step) { queue_adamw(step, parameter_.span_in(arrays_), non_finite_, 0); }
+  void update(const UpdateStep& step) { queue_adamw(step, parameter_.span_in(arrays_), non_finite_, 0); }
   // Copies everything back; whether all weights were finite.
   bool finish() {
     for (std::size_t i = 0; i < arrays_.size(); ++i) {
@@ -57,7 +57,7 @@ class OnDevice {
   int* non_finite_ = nullptr;
 };
 
-AdamWStep some_step(int which) {
+UpdateStep some_step(int which) {
   switch (which) {
     case 0:
       return {.lr = 1e-3, .beta2 = 0.95, .weight_decay = 0.1, .step = 3, .gradient_scale = 0.37f, .seed = 5};
@@ -89,9 +89,9 @@ TEST_P(DeviceAdamW, EqualsScalarAtEveryLengthAndAlignment) {
         OnDevice device(got);
         bool finite = true;
         for (int repeat = 0; repeat < 3; ++repeat) {
-          AdamWStep step = some_step(which);
+          UpdateStep step = some_step(which);
           step.step += repeat;
-          finite &= adamw(Isa::kScalar, step, expected.span());
+          finite &= apply_update(Isa::kScalar, step, expected.span());
           device.update(step);
         }
         EXPECT_EQ(device.finish(), finite);
@@ -109,7 +109,7 @@ TEST_P(DeviceAdamW, EqualsScalarFromAnOddElementOn) {
   FormattedParameter got = expected;
   OnDevice device(got);
   device.update(some_step(0));
-  EXPECT_EQ(adamw(Isa::kScalar, some_step(0), expected.span()), device.finish());
+  EXPECT_EQ(apply_update(Isa::kScalar, some_step(0), expected.span()), device.finish());
   EXPECT_TRUE(got == expected);
 }
 
@@ -120,7 +120,7 @@ TEST_P(DeviceAdamW, EqualsScalarWhereTheUpperHalfOfTheIndexChanges) {
   FormattedParameter got = expected;
   OnDevice device(got);
   device.update(some_step(0));
-  EXPECT_EQ(adamw(Isa::kScalar, some_step(0), expected.span()), device.finish());
+  EXPECT_EQ(apply_update(Isa::kScalar, some_step(0), expected.span()), device.finish());
   EXPECT_TRUE(got == expected);
 }
 
