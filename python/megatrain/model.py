@@ -6,7 +6,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from megatrain import checkpoint, checkpoints, stacks
 from megatrain._native import Engine, TileStore
+from megatrain.adapters import reach_adapters
 from megatrain.autograd import DirectCalls
 from megatrain.blocks import BlockCaller
 from megatrain.calls import BlockRunner
@@ -22,10 +23,12 @@ from megatrain.decay import biases_and_norms
 from megatrain.device_weights import DeviceWeights
 from megatrain.errors import UnsupportedModelError
 from megatrain.face import ParameterFace
+from megatrain.generation import generate
 from megatrain.gradients import GradientSink
 from megatrain.interop import compute_device
 from megatrain.interrupts import DeferredInterrupts
 from megatrain.limits import memory_report, require_device_memory, require_memory
+from megatrain.logprobs import label_logprobs
 from megatrain.loss import shifts_labels, tokens_of, weight_of
 from megatrain.machine import update_threads
 from megatrain.optimizer import StreamedOptimizer
@@ -193,6 +196,7 @@ class StreamedModel:
         move_buffers(module, self._blocks, self.device)
         refuse_state_dict(module)
         self._updates.hook_outside()
+        reach_adapters(module, self._blocks, self._router, self._face.by_name)
         self._surroundings = Surroundings(module, self.device, compiled, self._outside_version)
         self._runner = BlockRunner(BlockCaller(compiled), self.device, self._face.is_trainable)
         self._steps = StepRunner(
@@ -318,21 +322,20 @@ class StreamedModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward. With gradients on, `loss.backward()` and `optimizer.step()` train it as
         any module; several backwards accumulate. Host tensors are moved to the compute device."""
+        return self._forward(args, kwargs)
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, lazy_logits: bool = False) -> Any:
         with_gradients = torch.is_grad_enabled()
-        if self._direct.cut_short:
-            self._direct.cut_short = False
-            self._steps.recover()
-        self._require_loaded()
+        self._before_forward()
         if with_gradients:
             self._prepare(kwargs if kwargs and not args else None)
-        else:
-            self._face.take_over_edits()
         moved_args, moved_kwargs = self._surroundings.arguments_to_device(args, kwargs)
         uses = self._updates.next_uses
         self._weights.begin_pass([*uses, *(uses[::-1] if with_gradients else [])])
         self._engine.begin_step(self.steps)
         try:
-            with self._surroundings.around([kwargs], caches=not with_gradients):
+            lazily = self._surroundings.lazily() if lazy_logits else nullcontext()
+            with self._surroundings.around([kwargs], caches=not with_gradients), lazily:
                 output = self.module(*moved_args, **moved_kwargs)
         except BaseException:
             self._steps.recover()
@@ -359,7 +362,34 @@ class StreamedModel:
         loss = float(torch.stack(losses).sum()) / total if losses else 0.0
         return EvaluationReport(loss=loss, tokens=sum(map(tokens_of, batches)), targets=total)
 
+    def logprobs(self, batch: Mapping[str, Any], *, temperature: float = 1.0) -> torch.Tensor:
+        """Log-probabilities of the labels' tokens, for losses of one's own and plain `backward()`.
+
+        batch: arguments of the module with "labels" (rows, length). Returns fp32 (rows, length) on the compute
+        device: at each position the log-probability of its label under softmax(logits / temperature), given what
+        is before it for causal models; 0 where the label is -100, and at a causal model's first position. Logits
+        are made in chunks, forward and backward, and never held at once. ValueError for labels of another shape.
+
+        With gradients off nothing is kept; PEFT's `model.module.disable_adapter()` around it makes the frozen
+        base the reference model."""
+        return label_logprobs(self, batch, temperature)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own `generate()` in evaluation mode, with its cache of keys and values; arguments and
+        result are those of transformers. Draws from torch's global generators, as transformers does. Weights go
+        through the ring once a token, so many rows at a time are what makes it worth its time. Changes nothing
+        of the training; gradients that wait for `optimizer.step()` stay."""
+        self._before_forward()
+        return generate(self, args, kwargs)
+
     # before a forward
+
+    def _before_forward(self) -> None:
+        if self._direct.cut_short:
+            self._direct.cut_short = False
+            self._steps.recover()
+        self._require_loaded()
+        self._face.take_over_edits()
 
     def _prepare(self, batch: Mapping[str, Any] | None) -> None:
         self._require_loaded()

@@ -32,6 +32,8 @@ class Router:
         self.default: Callable[[Block, tuple[Any, ...], dict[str, Any]], Any] | None = None
         self.override: Mapping[TiledParameter, torch.Tensor] | None = None
         """Weights to use outside the stacks in place of the tiles' (the self-check)."""
+        self.blocks_shown = False
+        """Whoever walks the module finds what is inside the blocks, too."""
         self._local = threading.local()
 
     def __call__(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
