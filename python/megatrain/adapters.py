@@ -22,11 +22,12 @@ _SWITCHES = ("enable_adapter_layers", "disable_adapter_layers", "set_adapter")
 def reach_adapters(
     module: nn.Module, blocks: Sequence[Block], router: Router, faces: Mapping[str, TileParameter]
 ) -> None:
-    """Make `disable_adapter()`, `set_adapter()` and what they ask of a PEFT model work; nothing for others."""
+    """Make `disable_adapter()`, `set_adapter()` and `save_pretrained(state_dict=)` of a PEFT model work; nothing for
+    other modules."""
     if not hasattr(module, "peft_config") or not hasattr(module, "get_base_model"):
         return
     tuner: Any = module.base_model
-    for owner, names in ((module, ("get_model_status", "get_layer_status")), (tuner, _SWITCHES)):
+    for owner, names in ((module, ("get_model_status", "get_layer_status", "save_pretrained")), (tuner, _SWITCHES)):
         for name in names:
             if hasattr(type(owner), name):
                 setattr(owner, name, _with_blocks_shown(getattr(owner, name), blocks, router, faces))

@@ -58,7 +58,7 @@ from megatrain.updates import Updates
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from megatrain._native import CudaBackend, HostBackend
@@ -324,7 +324,14 @@ class StreamedModel:
         any module; several backwards accumulate. Host tensors are moved to the compute device."""
         return self._forward(args, kwargs)
 
-    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], *, lazy_logits: bool = False) -> Any:
+    def _forward(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        lazy_logits: bool = False,
+        call: Callable[..., Any] | None = None,
+    ) -> Any:
         with_gradients = torch.is_grad_enabled()
         self._before_forward()
         if with_gradients:
@@ -336,7 +343,7 @@ class StreamedModel:
         try:
             lazily = self._surroundings.lazily() if lazy_logits else nullcontext()
             with self._surroundings.around([kwargs], caches=not with_gradients), lazily:
-                output = self.module(*moved_args, **moved_kwargs)
+                output = (call or self.module)(*moved_args, **moved_kwargs)
         except BaseException:
             self._steps.recover()
             raise

@@ -52,11 +52,14 @@ class StreamedOptimizer(torch.optim.Optimizer):
     def _groups(self, config: Optimizer, undecayed: Collection[str]) -> list[dict[str, Any]]:
         trainable = [face for parameter, face in self._face.items() if parameter.trainable]
         if config.params is None:
-            if config.decay_biases_and_norms or config.weight_decay == 0:
-                return [{"params": trainable}]
+            if config.decay_biases_and_norms:
+                return [{"params": trainable, "decays": True}]
             kept = [face for face in trainable if self._tiled[id(face)].name in undecayed]
             decayed = [face for face in trainable if self._tiled[id(face)].name not in undecayed]
-            split: list[dict[str, Any]] = [{"params": decayed}, {"params": kept, "weight_decay": 0.0}]
+            split: list[dict[str, Any]] = [
+                {"params": decayed, "decays": True},
+                {"params": kept, "decays": False, "weight_decay": 0.0},
+            ]
             return [group for group in split if group["params"]] or split[:1]
         by_original = {id(parameter.original): face for parameter, face in self._face.items()}
         names = self._tiles.plan.names

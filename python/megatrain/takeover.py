@@ -41,6 +41,11 @@ class Router:
         assert handler is not None
         return handler(block, args, kwargs)
 
+    @property
+    def handled_here(self) -> bool:
+        """This thread's calls have a handler of their own."""
+        return getattr(self._local, "handler", None) is not None
+
     def handle_here(self, handler: Callable[[Block, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         """Calls in this thread go to `handler` from now on."""
         self._local.handler = handler
