@@ -15,6 +15,7 @@ from test_chunked_loss import TRANSFORMS, Case, assert_near, written_out
 from torch.nn import functional as F
 
 import megatrain
+from megatrain import chunked_loss
 from megatrain.chunked_logprobs import chunked_logprobs
 
 TOLERANCES = {torch.float32: (1e-6, 3e-6), torch.bfloat16: (1e-2, 3e-2)}
@@ -78,6 +79,44 @@ def test_never_holds_all_logits() -> None:
     with LargestTensor() as largest:
         case.gradients(chunked_logprobs(case.hidden, case.weight, case.bias, case.targets, chunk_rows=64).sum())
     assert largest.elements == max(64 * 64, 1024 * 4)
+
+
+def test_graphs_of_the_elementwise_pass_with_a_factor_for_each_row() -> None:
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, example_inputs):  # type: ignore[no-untyped-def]
+        graphs.append(graph)
+        return graph.forward
+
+    run = torch.compile(chunked_loss.loss_and_gradient, dynamic=False, fullgraph=True, backend=backend)
+    for rows in (5, 29, 2, 8, 64):
+        logits, targets, factors = torch.randn(rows, 29), torch.randint(29, (rows,)), torch.randn(rows, 1)
+        for tensor in (logits, targets, factors):
+            torch._dynamo.mark_dynamic(tensor, 0)
+        losses, gradient = run(logits, targets, factors, TRANSFORMS["soft cap"], True)
+        expected = chunked_loss.loss_and_gradient(logits, targets, factors, TRANSFORMS["soft cap"], True)
+        assert_near(losses, expected[0], 1e-6)
+        assert_near(gradient, expected[1], 1e-6)
+    assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["none", "soft cap", "soft cap, cast"])
+def test_compiled_on_the_gpu(dtype: torch.dtype, name: str) -> None:
+    case = Case(300, 64, 1000, dtype=dtype, bias=True, ignored=[0, 7, 299], device="cuda")
+    found = chunked_logprobs(
+        case.hidden, case.weight, case.bias, case.targets, transforms=TRANSFORMS[name], chunk_rows=64, compile=True
+    )
+    expected = plain(case, name)
+    assert_near(found, expected, TOLERANCES[dtype][0])
+    factors = torch.linspace(-1.0, 2.0, 300, device="cuda")
+    pairs = zip(case.gradients((found * factors).sum()), case.gradients((expected * factors).sum()), strict=True)
+    for mine, theirs in pairs:
+        assert_near(mine, theirs, TOLERANCES[dtype][1])
 
 
 # of a model
