@@ -16,6 +16,7 @@
 #include "device/pin_budget.h"
 #include "device/pinned_pieces.h"
 #include "kernels/device_adamw.h"
+#include "kernels/device_lion.h"
 
 namespace megatrain {
 namespace {
@@ -146,11 +147,9 @@ class CudaBackend final : public Backend {
   }
 
   void update(const UpdateStep& step, const UpdateSpan& span, int* non_finite, StreamView stream) override {
-    if (span.rule != Rule::kAdamW) {
-      throw CallerError("tiles that stay on the device are updated by AdamW only");
-    }
     make_current(device_);
-    queue_adamw(step, span, non_finite, stream.handle);
+    const auto queue = span.rule == Rule::kLion ? queue_lion : queue_adamw;
+    queue(step, span, non_finite, stream.handle);
   }
 
   void poison(void*, std::size_t) override {}

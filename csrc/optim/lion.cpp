@@ -1,44 +1,17 @@
-// Lion (Chen et al., 2023, arXiv 2302.06675), one moment. The arithmetic, in fp32 with every operation
-// rounded once and nothing fused, so that a compiler's vectors of any width write the same bits:
-//
-//   g = gradient * gradient_scale
-//   c = beta1 * m + one_minus_beta1 * g
-//   w = w * decay - lr * sign(c)          sign(0) = 0, sign(NaN) = NaN
-//   m = flush(beta2 * m + one_minus_beta2 * g)
-//
-// The moment is stored as AdamW's first one is, in every format.
+// Lion over spans of host memory: one variant, left to the compiler's vectors.
 #include <algorithm>
 
+#include "optim/lion_math.h"
 #include "optim/scalar_weights.h"
 
 namespace megatrain {
 namespace {
 
-struct LionScalars {
-  float gradient_scale, beta1, one_minus_beta1, beta2, one_minus_beta2, decay, lr;
-};
-
-LionScalars lion_scalars(const UpdateStep& step) {
-  return {
-      .gradient_scale = step.gradient_scale,
-      .beta1 = static_cast<float>(step.beta1),
-      .one_minus_beta1 = static_cast<float>(1 - step.beta1),
-      .beta2 = static_cast<float>(step.beta2),
-      .one_minus_beta2 = static_cast<float>(1 - step.beta2),
-      .decay = static_cast<float>(1 - step.lr * step.weight_decay),
-      .lr = static_cast<float>(step.lr),
-  };
-}
-
-float sign(float x) { return x > 0 ? 1.0f : x < 0 ? -1.0f : x; }
-
 template <class Weights>
 bool update_element(const LionScalars& s, const RoundingKey& key, const UpdateSpan& span, std::int64_t i,
                     float& m) {
-  const float g = Weights::gradient(span, i) * s.gradient_scale;
-  const float c = s.beta1 * m + s.one_minus_beta1 * g;
-  m = flush(s.beta2 * m + s.one_minus_beta2 * g);
-  return Weights::store(key, span, i, Weights::load(span, i) * s.decay - s.lr * sign(c));
+  const float w = lion_weight(s, Weights::load(span, i), Weights::gradient(span, i), m);
+  return Weights::store(key, span, i, w);
 }
 
 template <class Weights>

@@ -7,14 +7,14 @@
 namespace megatrain {
 
 struct SplitWeights {
-  static float load(const UpdateSpan& span, std::int64_t i) {
+  MEGATRAIN_INLINE float load(const UpdateSpan& span, std::int64_t i) {
     return float_of((std::uint32_t{static_cast<std::uint16_t*>(span.weight)[i]} << 16) +
                     static_cast<std::uint32_t>(std::int32_t{span.low[i]}));
   }
-  static float gradient(const UpdateSpan& span, std::int64_t i) {
+  MEGATRAIN_INLINE float gradient(const UpdateSpan& span, std::int64_t i) {
     return from_bf16(static_cast<const std::uint16_t*>(span.gradient)[i]);
   }
-  static bool store(const RoundingKey&, const UpdateSpan& span, std::int64_t i, float w) {
+  MEGATRAIN_INLINE bool store(const RoundingKey&, const UpdateSpan& span, std::int64_t i, float w) {
     const std::uint32_t bits = bits_of(w);
     static_cast<std::uint16_t*>(span.weight)[i] = static_cast<std::uint16_t>((bits + 0x8000) >> 16);
     span.low[i] = static_cast<std::int16_t>(bits);  // bits - (high << 16), of which 16 bits are left
@@ -23,11 +23,13 @@ struct SplitWeights {
 };
 
 struct Bf16Weights {
-  static float load(const UpdateSpan& span, std::int64_t i) {
+  MEGATRAIN_INLINE float load(const UpdateSpan& span, std::int64_t i) {
     return from_bf16(static_cast<std::uint16_t*>(span.weight)[i]);
   }
-  static float gradient(const UpdateSpan& span, std::int64_t i) { return SplitWeights::gradient(span, i); }
-  static bool store(const RoundingKey& key, const UpdateSpan& span, std::int64_t i, float w) {
+  MEGATRAIN_INLINE float gradient(const UpdateSpan& span, std::int64_t i) {
+    return SplitWeights::gradient(span, i);
+  }
+  MEGATRAIN_INLINE bool store(const RoundingKey& key, const UpdateSpan& span, std::int64_t i, float w) {
     const auto index = static_cast<std::uint32_t>(span.first + i);
     const std::uint16_t rounded = to_bf16(w, for_weight(random_word(index, key)));
     static_cast<std::uint16_t*>(span.weight)[i] = rounded;
@@ -36,11 +38,13 @@ struct Bf16Weights {
 };
 
 struct FloatWeights {
-  static float load(const UpdateSpan& span, std::int64_t i) { return static_cast<float*>(span.weight)[i]; }
-  static float gradient(const UpdateSpan& span, std::int64_t i) {
+  MEGATRAIN_INLINE float load(const UpdateSpan& span, std::int64_t i) {
+    return static_cast<float*>(span.weight)[i];
+  }
+  MEGATRAIN_INLINE float gradient(const UpdateSpan& span, std::int64_t i) {
     return static_cast<const float*>(span.gradient)[i];
   }
-  static bool store(const RoundingKey&, const UpdateSpan& span, std::int64_t i, float w) {
+  MEGATRAIN_INLINE bool store(const RoundingKey&, const UpdateSpan& span, std::int64_t i, float w) {
     static_cast<float*>(span.weight)[i] = w;
     return is_finite(bits_of(w));
   }

@@ -23,18 +23,12 @@ def require_memory(plan: UnitPlan, settings: Settings, backend: Backend) -> None
 
 
 def require_device_memory(plan: UnitPlan, settings: Settings, backend: Backend, given_back: int = 0) -> None:
-    """MemoryError if what the placement holds on the device does not fit; `given_back` bytes will be free.
-    ValueError for what it holds there and the device cannot update."""
+    """MemoryError if what the placement holds on the device does not fit; `given_back` bytes will be free."""
     if backend.name != "cuda":
         return
     ring = resident = outside = 0
     for unit, residence in residences(plan, settings.placement):
         if residence == "all":
-            if settings.optimizer.rule != "adamw":
-                raise ValueError(
-                    f"{unit.name} would stay on the GPU with its optimizer state, where only AdamW has a kernel, not "
-                    f'{type(settings.optimizer).__name__}; place it with resident="weights" or "none"'
-                )
             resident += unit.layout.nbytes
         elif residence == "weights":
             resident += weight_bytes(unit)

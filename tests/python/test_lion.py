@@ -100,18 +100,22 @@ def test_states_of_another_optimizer_are_refused(tmp_path: Path) -> None:
 
 
 def test_resident_blocks(device: object, torch_device: str) -> None:
-    """The host's device updates resident tiles by the same kernel; a GPU has none, and says so."""
-    placement = megatrain.Placement.spread(4, resident=2)
-    settings = dict(optimizer=LION, dtype=torch.float32, placement=placement)
-    if torch_device == "cuda":
-        with pytest.raises(ValueError, match="only AdamW has a kernel"):
-            megatrain.StreamedModel(families.build(FAMILIES[0]), device=device, **settings)
-        return
-    model = megatrain.StreamedModel(families.build(FAMILIES[0]), device=device, **settings)
-    plain = megatrain.StreamedModel(families.build(FAMILIES[0]), device=device, **{**settings, "placement": None})
+    """Updated on the device. Signs of gradients are not those of another run there (atomic sums): losses alone are
+    compared, and the kernel's bits by the C++ suite."""
+    resident = megatrain.Placement.spread(4, resident=2)
+    models = [
+        megatrain.StreamedModel(
+            families.build(FAMILIES[0]), device=device, optimizer=LION, placement=placement, compile=False
+        )
+        for placement in (resident, None)
+    ]
     for step in range(3):
-        assert model.step(text_batch(step)).loss == plain.step(text_batch(step)).loss
-    assert_same_bits(snapshot(model), snapshot(plain))
+        first, second = (model.step(text_batch(step)).loss for model in models)
+        assert first == (second if torch_device == "cpu" else pytest.approx(second, rel=1e-2))
+    if torch_device == "cpu":
+        assert_same_bits(snapshot(models[0]), snapshot(models[1]))
+    for model in models:
+        model.close()
 
 
 @pytest.mark.parametrize(
