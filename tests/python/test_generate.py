@@ -42,6 +42,25 @@ def test_equals_the_resident_module(family: Any, how: dict[str, Any]) -> None:
     model.close()
 
 
+@pytest.mark.parametrize("residence", ["weights", "all"])
+def test_under_another_placement(residence: Any) -> None:
+    """Blocks that stay on the device, updated there, and activations kept for a backward that waits meanwhile."""
+    block = megatrain.BlockPlacement(resident=residence, keep="everything")
+    placement = megatrain.Placement(blocks=(block, megatrain.BlockPlacement(keep="selected")))
+    plain, placed = stream(families.build(FAMILIES[0])), stream(families.build(FAMILIES[0]), placement=placement)
+    for step in range(2):
+        found = []
+        for model in (plain, placed):
+            policy = model.logprobs(text_batch(step))
+            found.append(tokens(model, "llama", SAMPLED))
+            policy.sum().backward()
+            model.optimizer.step()
+            found.append(policy.detach())
+        assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
+    for name, values in plain.state_dict().items():
+        assert torch.equal(values, placed.state_dict()[name]), name
+
+
 def test_the_cache_is_used_and_weights_go_up_once_a_token() -> None:
     model = stream(families.build(FAMILIES[0]), device=megatrain.HostBackend())
     lengths: list[int] = []

@@ -13,6 +13,7 @@ from families import FAMILIES, text_batch
 from test_precision import IDS, MODES, assert_same_bits, snapshot, streamed, train
 
 import megatrain
+from megatrain.planner.shape import UnitShape
 
 LION = megatrain.Lion(lr=1e-3, betas=(0.8, 0.97), weight_decay=0.1)
 
@@ -84,6 +85,9 @@ def test_one_moment_less_is_held() -> None:
     saved = adamw.memory_report().host_tiles - lion.memory_report().host_tiles
     numel = sum(parameter.numel() for parameter in lion.parameters())
     assert 4 * numel <= saved < 4 * numel + 4096 * 8
+    planned = UnitShape(name="a block", parameters=((4096, True), (512, False)))
+    two, one = (planned.bytes(model.settings.tile_format) for model in (adamw, lion))
+    assert (two.tile - one.tile, two.update - one.update) == (4 * 4096, 8 * 4096), "the planner counts as the tiles do"
     first = next(lion.parameters())
     with pytest.raises(ValueError, match="no second moments"):
         lion._tiles.store.get_moments(0, 0, megatrain._native.Section.exp_avg_sq, torch.zeros(first.numel()).numpy())
