@@ -44,8 +44,6 @@ class StreamedTraining:
             raise ValueError("the optimizer is that of the streamed model; pass StreamedModel(optimizer=...)")
         if args is not None:
             _refuse(args, model)
-            # Blocks are recomputed by their own schedule.
-            args.gradient_checkpointing = False
         schedule = kwargs.pop("optimizers", (None, None))[1]
         self.streamed = model
         super().__init__(model=model.module, args=args, optimizers=(model.optimizer, schedule), **kwargs)  # type: ignore[call-arg]
