@@ -9,7 +9,7 @@
 namespace megatrain::bench {
 namespace {
 
-constexpr AdamWStep kStep{.lr = 1e-5, .step = 100};
+constexpr UpdateStep kStep{.lr = 1e-5, .step = 100};
 // Exponents of 8-bit moments, a 64th of a byte a parameter, are left out of the mix.
 constexpr Section kSections[] = {Section::kWeights, Section::kMasterLow, Section::kGradients,
                                  Section::kExpAvg, Section::kExpAvgSq};
@@ -59,7 +59,7 @@ T* AdamTile::at(Section section, std::int64_t element) const {
 }
 
 double AdamTile::bytes_per_parameter() const {
-  return static_cast<double>(adamw_bytes(format().weights, format().moments, elements())) /
+  return static_cast<double>(update_bytes(format().weights, format().moments, elements())) /
          static_cast<double>(elements());
 }
 
@@ -118,18 +118,18 @@ std::uint8_t* AdamTile::exponents(Section section, std::int64_t element) const {
 
 void AdamTile::update(Isa isa, ElementRange range) {
   const std::int64_t begin = range.begin;
-  static_cast<void>(adamw(isa, kStep,
-                          {.weight_format = format().weights,
-                           .moment_format = format().moments,
-                           .weight = at<void>(Section::kWeights, begin),
-                           .low = at<std::int16_t>(Section::kMasterLow, begin),
-                           .gradient = at<void>(Section::kGradients, begin),
-                           .exp_avg = at<void>(Section::kExpAvg, begin),
-                           .exp_avg_sq = at<void>(Section::kExpAvgSq, begin),
-                           .exp_avg_exponents = exponents(Section::kExpAvgExponents, begin),
-                           .exp_avg_sq_exponents = exponents(Section::kExpAvgSqExponents, begin),
-                           .count = range.size(),
-                           .first = begin}));
+  static_cast<void>(apply_update(isa, kStep,
+                                 {.weight_format = format().weights,
+                                  .moment_format = format().moments,
+                                  .weight = at<void>(Section::kWeights, begin),
+                                  .low = at<std::int16_t>(Section::kMasterLow, begin),
+                                  .gradient = at<void>(Section::kGradients, begin),
+                                  .exp_avg = at<void>(Section::kExpAvg, begin),
+                                  .exp_avg_sq = at<void>(Section::kExpAvgSq, begin),
+                                  .exp_avg_exponents = exponents(Section::kExpAvgExponents, begin),
+                                  .exp_avg_sq_exponents = exponents(Section::kExpAvgSqExponents, begin),
+                                  .count = range.size(),
+                                  .first = begin}));
 }
 
 void AdamTile::mix(ElementRange range) const {

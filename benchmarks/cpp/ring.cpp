@@ -16,7 +16,7 @@ namespace megatrain::bench {
 namespace {
 
 constexpr std::uint16_t kGradient = 0x3c24;  // 0.01 in bf16
-constexpr AdamWStep kStep{.lr = 1e-3, .weight_decay = 0.01};
+constexpr UpdateStep kStep{.lr = 1e-3, .weight_decay = 0.01};
 // Times of a CUDA device are placed on the host's clock to within some microseconds.
 constexpr std::int64_t kClockErrorNs = 50'000;
 
@@ -108,7 +108,7 @@ void Ring::backward(int tile, const RingRun& run) {
 }
 
 std::vector<ParameterUpdate> Ring::next_updates() {
-  AdamWStep step = kStep;
+  UpdateStep step = kStep;
   step.step = step_;
   std::vector<ParameterUpdate> updates;
   for (int p = 0; p < static_cast<int>(shape_.parameters.size()); ++p) updates.push_back({p, step});
@@ -232,9 +232,9 @@ void Ring::verify() {
     std::int16_t low = 0;
     float exp_avg = 0, exp_avg_sq = 0;
     static_cast<void>(split_master(&value, &high, &low, 1));
-    for (AdamWStep step = kStep; step.step <= step_; ++step.step) {
-      static_cast<void>(
-          adamw(Isa::kScalar, step, AdamWSplitSpan{&high, &low, &kGradient, &exp_avg, &exp_avg_sq, 1}));
+    for (UpdateStep step = kStep; step.step <= step_; ++step.step) {
+      static_cast<void>(apply_update(Isa::kScalar, step,
+                                     AdamWSplitSpan{&high, &low, &kGradient, &exp_avg, &exp_avg_sq, 1}));
     }
     float expected = 0;
     join_master(&high, &low, &expected, 1);

@@ -101,19 +101,19 @@ void measure(std::int64_t count, int device) {
     for (const auto moments : {MomentFormat::kFp32, MomentFormat::kBf16, MomentFormat::kInt8}) {
       check_cuda(cudaMemset(memory.at<void>(0), 0, 21 * n), "cudaMemset");
       fill(0), fill(2 * n), fill(4 * n), fill(6 * n);
-      const AdamWSpan span{.weight_format = weights,
-                           .moment_format = moments,
-                           .weight = memory.at<void>(0),
-                           .low = memory.at<std::int16_t>(8 * n),
-                           .gradient = memory.at<void>(4 * n),
-                           .exp_avg = memory.at<void>(12 * n),
-                           .exp_avg_sq = memory.at<void>(16 * n),
-                           .exp_avg_exponents = memory.at<std::uint8_t>(20 * n),
-                           .exp_avg_sq_exponents = memory.at<std::uint8_t>(20 * n + n / 4),
-                           .count = count};
-      AdamWStep step{.lr = 1e-6};
+      const UpdateSpan span{.weight_format = weights,
+                            .moment_format = moments,
+                            .weight = memory.at<void>(0),
+                            .low = memory.at<std::int16_t>(8 * n),
+                            .gradient = memory.at<void>(4 * n),
+                            .exp_avg = memory.at<void>(12 * n),
+                            .exp_avg_sq = memory.at<void>(16 * n),
+                            .exp_avg_exponents = memory.at<std::uint8_t>(20 * n),
+                            .exp_avg_sq_exponents = memory.at<std::uint8_t>(20 * n + n / 4),
+                            .count = count};
+      UpdateStep step{.lr = 1e-6};
       std::vector<double> updates, copies;
-      const std::int64_t bytes = adamw_bytes(weights, moments, count);
+      const std::int64_t bytes = update_bytes(weights, moments, count);
       for (int i = 0; i < kWarmUps + kRepeats; ++i) {
         const double update = timer.seconds([&] { queue_adamw(step, span, flag, 0); });
         const double copy = timer.seconds([&] {

@@ -17,6 +17,13 @@ enum class MomentFormat {
   kInt8,  // 8-bit codes in blocks of kMomentBlock that share an exponent, rounded stochastically
 };
 
+// By which weights and moments follow from gradients.
+enum class Rule {
+  kAdamW,  // two moments
+  kLion,   // the first one only
+};
+constexpr int moments_of(Rule rule) { return rule == Rule::kLion ? 1 : 2; }
+
 // Elements that share an exponent; blocks are counted from a parameter's first element.
 inline constexpr std::int64_t kMomentBlock = 128;
 

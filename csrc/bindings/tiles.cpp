@@ -78,27 +78,30 @@ void get_moments_of(TileStore& store, int tile, int parameter, Section section, 
   get_moments(store, tile, parameter, moment, buffer.data());
 }
 
-using Names = std::array<const char*, 3>;  // by the enumerators' values
-constexpr Names kWeightNames = {"bf16_split", "bf16", "fp32"};
-constexpr Names kMomentNames = {"fp32", "bf16", "int8"};
+// By the enumerators' values.
+constexpr std::array<const char*, 3> kWeightNames = {"bf16_split", "bf16", "fp32"};
+constexpr std::array<const char*, 3> kMomentNames = {"fp32", "bf16", "int8"};
+constexpr std::array<const char*, 2> kRuleNames = {"adamw", "lion"};
 
-template <class Format>
-Format format_of(const Names& names, const char* what, const std::string& name) {
-  for (std::size_t i = 0; i < names.size(); ++i) {
-    if (name == names[i]) return static_cast<Format>(i);
+template <class Enumerator, std::size_t kNames>
+Enumerator named(const std::array<const char*, kNames>& names, const char* what, const std::string& name) {
+  std::string known;
+  for (std::size_t i = 0; i < kNames; ++i) {
+    if (name == names[i]) return static_cast<Enumerator>(i);
+    known += (i == 0 ? "" : ", ") + std::string(names[i]);
   }
-  throw CallerError("unknown format of " + std::string(what) + " \"" + name + "\"; known: " + names[0] +
-                    ", " + names[1] + ", " + names[2]);
+  throw CallerError("unknown " + std::string(what) + " \"" + name + "\"; known: " + known);
 }
 
 void bind_format(py::module_& module) {
   py::class_<TileFormat> format(module, "TileFormat", py::is_final());
   format
-      .def(py::init([](const std::string& weights, const std::string& moments) {
-             return TileFormat{format_of<WeightFormat>(kWeightNames, "weights", weights),
-                               format_of<MomentFormat>(kMomentNames, "moments", moments)};
+      .def(py::init([](const std::string& weights, const std::string& moments, const std::string& rule) {
+             return TileFormat{named<WeightFormat>(kWeightNames, "format of weights", weights),
+                               named<MomentFormat>(kMomentNames, "format of moments", moments),
+                               named<Rule>(kRuleNames, "rule of updates", rule)};
            }),
-           py::arg("weights"), py::arg("moments") = "fp32")
+           py::arg("weights"), py::arg("moments") = "fp32", py::arg("rule") = "adamw")
       .def_property_readonly("name", [](const TileFormat& self) { return format_name(self); })
       .def_property_readonly(
           "weights",
@@ -106,14 +109,18 @@ void bind_format(py::module_& module) {
       .def_property_readonly(
           "moments",
           [](const TileFormat& self) { return kMomentNames[static_cast<std::size_t>(self.moments)]; })
+      .def_property_readonly(
+          "rule", [](const TileFormat& self) { return kRuleNames[static_cast<std::size_t>(self.rule)]; })
       .def(py::self == py::self)
       .def("__hash__",
            [](const TileFormat& self) {
-             return 3 * static_cast<int>(self.weights) + static_cast<int>(self.moments);
+             return 9 * static_cast<int>(self.rule) + 3 * static_cast<int>(self.weights) +
+                    static_cast<int>(self.moments);
            })
       .def("__repr__", [](const TileFormat& self) {
         return "TileFormat(\"" + std::string(kWeightNames[static_cast<std::size_t>(self.weights)]) +
-               "\", \"" + kMomentNames[static_cast<std::size_t>(self.moments)] + "\")";
+               "\", \"" + kMomentNames[static_cast<std::size_t>(self.moments)] + "\", \"" +
+               kRuleNames[static_cast<std::size_t>(self.rule)] + "\")";
       });
   format.attr("bf16_split") = TileFormat::kBf16Split;
   format.attr("fp32") = TileFormat::kFp32;

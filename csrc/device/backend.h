@@ -12,8 +12,8 @@
 namespace megatrain {
 
 class Backend;
-struct AdamWStep;
-struct AdamWSpan;
+struct UpdateStep;
+struct UpdateSpan;
 
 // A stream that somebody else owns. Handle 0 is the default stream: torch's default stream on CUDA;
 // the calling thread itself on the host, where recording is immediate and waiting blocks.
@@ -106,10 +106,10 @@ class Backend {
   // pinned: a pageable one makes the copy wait for the stream.
   virtual void copy(void* destination, const void* source, std::size_t bytes, CopyKind kind,
                     StreamView stream) = 0;
-  // Queues AdamW (optim/adamw.h) over device memory; `*non_finite`, device memory too, becomes 1 if a
+  // Queues an update (optim/update.h) over device memory; `*non_finite`, device memory too, becomes 1 if a
   // weight became infinite or NaN and is left alone otherwise. Ends before any event recorded on
   // `stream` after this call.
-  virtual void update(const AdamWStep& step, const AdamWSpan& span, int* non_finite, StreamView stream) = 0;
+  virtual void update(const UpdateStep& step, const UpdateSpan& span, int* non_finite, StreamView stream) = 0;
   // Fills device memory that nobody may read any more with NaN (0xFF bytes), where the backend was
   // asked to; else nothing.
   virtual void poison(void* device, std::size_t bytes) = 0;

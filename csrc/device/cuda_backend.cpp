@@ -16,6 +16,7 @@
 #include "device/pin_budget.h"
 #include "device/pinned_pieces.h"
 #include "kernels/device_adamw.h"
+#include "kernels/device_lion.h"
 
 namespace megatrain {
 namespace {
@@ -145,9 +146,10 @@ class CudaBackend final : public Backend {
     }
   }
 
-  void update(const AdamWStep& step, const AdamWSpan& span, int* non_finite, StreamView stream) override {
+  void update(const UpdateStep& step, const UpdateSpan& span, int* non_finite, StreamView stream) override {
     make_current(device_);
-    queue_adamw(step, span, non_finite, stream.handle);
+    const auto queue = span.rule == Rule::kLion ? queue_lion : queue_adamw;
+    queue(step, span, non_finite, stream.handle);
   }
 
   void poison(void*, std::size_t) override {}

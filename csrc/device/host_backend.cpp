@@ -17,7 +17,7 @@
 #include "device/meminfo.h"
 #include "device/pin_budget.h"
 #include "device/random_delay.h"
-#include "optim/adamw.h"
+#include "optim/update.h"
 
 namespace megatrain {
 namespace {
@@ -121,9 +121,9 @@ class HostBackend final : public Backend {
     });
   }
 
-  void update(const AdamWStep& step, const AdamWSpan& span, int* non_finite, StreamView stream) override {
+  void update(const UpdateStep& step, const UpdateSpan& span, int* non_finite, StreamView stream) override {
     const auto work = [this, step, span, non_finite] {
-      if (!adamw(isa_, step, span)) *non_finite = 1;
+      if (!apply_update(isa_, step, span)) *non_finite = 1;
     };
     if (stream.handle == 0) {
       work();

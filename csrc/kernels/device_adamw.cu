@@ -129,7 +129,7 @@ template <WeightFormat kWeights, int kEach>
 struct Weights {
   Several<float, kEach> w, gradient;
 
-  __device__ __forceinline__ void read(const AdamWSpan& span, std::int64_t i, int n, bool whole) {
+  __device__ __forceinline__ void read(const UpdateSpan& span, std::int64_t i, int n, bool whole) {
     if constexpr (kWeights == WeightFormat::kFp32) {
       w = load<float, kEach>(span.weight, i, n, whole);
       gradient = load<float, kEach>(span.gradient, i, n, whole);
@@ -152,7 +152,7 @@ struct Weights {
   }
 
   // False if one of the n is not finite.
-  __device__ __forceinline__ bool write(const AdamWSpan& span, std::int64_t i, int n, bool whole,
+  __device__ __forceinline__ bool write(const UpdateSpan& span, std::int64_t i, int n, bool whole,
                                         const Words<kEach>& words) const {
     Words<kEach> bits;
 #pragma unroll
@@ -213,7 +213,7 @@ template <MomentFormat kMoments, int kEach>
 struct Moments {
   Several<float, kEach> m, v;
 
-  __device__ __forceinline__ void read(const AdamWSpan& span, std::int64_t i, int n, bool whole) {
+  __device__ __forceinline__ void read(const UpdateSpan& span, std::int64_t i, int n, bool whole) {
     if constexpr (kMoments == MomentFormat::kFp32) {
       m = load<float, kEach>(span.exp_avg, i, n, whole);
       v = load<float, kEach>(span.exp_avg_sq, i, n, whole);
@@ -238,7 +238,7 @@ struct Moments {
   }
 
   // With 8-bit moments all lanes of a block call this together, those with n = 0 too.
-  __device__ __forceinline__ void write(const AdamWSpan& span, std::int64_t i, int n, bool whole,
+  __device__ __forceinline__ void write(const UpdateSpan& span, std::int64_t i, int n, bool whole,
                                         const Words<kEach>& words) const {
     if constexpr (kMoments == MomentFormat::kFp32) {
       store(span.exp_avg, i, n, whole, m);
@@ -278,8 +278,8 @@ struct Moments {
   }
 
   // Elements past n are 0 and so change no exponent.
-  static __device__ __forceinline__ void write_codes(const AdamWSpan& span, std::int64_t i, int n, bool whole,
-                                                     const Pairs<kEach>& m, const Pairs<kEach>& v,
+  static __device__ __forceinline__ void write_codes(const UpdateSpan& span, std::int64_t i, int n,
+                                                     bool whole, const Pairs<kEach>& m, const Pairs<kEach>& v,
                                                      const Pairs<kEach>& random) {
     Pairs<kEach> m_sizes;
 #pragma unroll
@@ -308,7 +308,7 @@ struct Moments {
 
 template <WeightFormat kWeights, MomentFormat kMoments>
 __global__ void __launch_bounds__(kThreads)
-    update(const AdamWScalars s, const AdamWSpan span, const bool aligned, int* const non_finite) {
+    update(const AdamWScalars s, const UpdateSpan span, const bool aligned, int* const non_finite) {
   constexpr int kEach = each(kMoments);
   const std::int64_t i = (std::int64_t{blockIdx.x} * kThreads + threadIdx.x) * kEach;
   const std::int64_t left = span.count - i;
@@ -328,13 +328,13 @@ __global__ void __launch_bounds__(kThreads)
   moments.write(span, i, n, whole, words);
 }
 
-bool is_aligned(const AdamWSpan& span) {
+bool is_aligned(const UpdateSpan& span) {
   const auto ok = [](const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16 == 0; };
   return ok(span.weight) && ok(span.low) && ok(span.gradient) && ok(span.exp_avg) && ok(span.exp_avg_sq);
 }
 
 template <WeightFormat kWeights, MomentFormat kMoments>
-void launch(const AdamWScalars& scalars, const AdamWSpan& span, int* non_finite, cudaStream_t stream) {
+void launch(const AdamWScalars& scalars, const UpdateSpan& span, int* non_finite, cudaStream_t stream) {
   constexpr std::int64_t kPerBlock = std::int64_t{kThreads} * each(kMoments);
   const auto blocks = static_cast<unsigned>((span.count + kPerBlock - 1) / kPerBlock);
   update<kWeights, kMoments><<<blocks, kThreads, 0, stream>>>(scalars, span, is_aligned(span), non_finite);
@@ -342,7 +342,7 @@ void launch(const AdamWScalars& scalars, const AdamWSpan& span, int* non_finite,
 }
 
 template <WeightFormat kWeights>
-void launch(const AdamWScalars& scalars, const AdamWSpan& span, int* non_finite, cudaStream_t stream) {
+void launch(const AdamWScalars& scalars, const UpdateSpan& span, int* non_finite, cudaStream_t stream) {
   switch (span.moment_format) {
     case MomentFormat::kFp32:
       return launch<kWeights, MomentFormat::kFp32>(scalars, span, non_finite, stream);
@@ -355,13 +355,13 @@ void launch(const AdamWScalars& scalars, const AdamWSpan& span, int* non_finite,
 
 }  // namespace
 
-void queue_adamw(const AdamWStep& step, const AdamWSpan& span, int* non_finite, std::uintptr_t stream) {
-  check_adamw(step, span);
+void queue_adamw(const UpdateStep& step, const UpdateSpan& span, int* non_finite, std::uintptr_t stream) {
+  check_update(step, span);
   AdamWScalars scalars = adamw_scalars(step);
   const auto on = reinterpret_cast<cudaStream_t>(stream);
-  AdamWSpan rest = span;
+  UpdateSpan rest = span;
   while (rest.count > 0) {  // the kernel sees indices that share their upper 32 bits
-    AdamWSpan part = rest;
+    UpdateSpan part = rest;
     part.count = std::min(rest.count, (std::int64_t{1} << 32) - (rest.first & 0xffffffff));
     scalars.key = rounding_key(step, static_cast<std::uint32_t>(part.first >> 32));
     switch (part.weight_format) {

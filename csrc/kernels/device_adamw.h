@@ -12,6 +12,6 @@ namespace megatrain {
 // aligned to 16 bytes where the full speed is wanted. `*non_finite` (device memory) becomes 1 if a
 // weight became non-finite and is left alone otherwise. Nothing may touch the span before an event
 // recorded on `stream` after this call has been reached.
-void queue_adamw(const AdamWStep& step, const AdamWSpan& span, int* non_finite, std::uintptr_t stream);
+void queue_adamw(const UpdateStep& step, const UpdateSpan& span, int* non_finite, std::uintptr_t stream);
 
 }  // namespace megatrain

@@ -183,16 +183,16 @@ class RandomPairs {
 // where the stored weight is not, store_pair all ones in such lanes; a random word is that of both elements
 // of a pair.
 struct SplitWeights {
-  static __m256 load_one(const AdamWSpan& span, std::int64_t i) {
+  static __m256 load_one(const UpdateSpan& span, std::int64_t i) {
     prefetch(span.low + i);
     const __m256i low =
         _mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(span.low + i)));
     return floats(_mm256_add_epi32(bits_of(load_bf16(at<std::uint16_t>(span.weight, i))), low));
   }
-  static __m256 gradient(const AdamWSpan& span, std::int64_t i) {
+  static __m256 gradient(const UpdateSpan& span, std::int64_t i) {
     return load_bf16(at<std::uint16_t>(span.gradient, i));
   }
-  static __m256 store_one(const Constants&, const AdamWSpan& span, std::int64_t i, __m256 w) {
+  static __m256 store_one(const Constants&, const UpdateSpan& span, std::int64_t i, __m256 w) {
     const __m256i bits = bits_of(w);
     store_16(at<std::uint16_t>(span.weight, i), high_half(_mm256_add_epi32(bits, _mm256_set1_epi32(0x8000))));
     store_16(span.low + i, low_half(bits));
@@ -200,17 +200,17 @@ struct SplitWeights {
   }
   // The halves side by side with the low one's sign flipped, less that: what the low half takes from the
   // high one is borrowed.
-  static Pair load_pair(const AdamWSpan& span, std::int64_t i) {
+  static Pair load_pair(const UpdateSpan& span, std::int64_t i) {
     const __m256i high = load_words(at<std::uint16_t>(span.weight, i));
     const __m256i low = _mm256_xor_si256(load_words(span.low + i), words(0x8000));
     return Pair{_mm256_blend_epi16(low, _mm256_slli_epi32(high, 16), kOddWords),
                 _mm256_blend_epi16(high_half(low), high, kOddWords)} +
            Pair{dwords(0xffff8000), dwords(0xffff8000)};
   }
-  static Pair gradient_pair(const AdamWSpan& span, std::int64_t i) {
+  static Pair gradient_pair(const UpdateSpan& span, std::int64_t i) {
     return from_bf16(load_words(at<std::uint16_t>(span.gradient, i)));
   }
-  static __m256i store_pair(const Constants& c, const AdamWSpan& span, std::int64_t i, const Pair& w,
+  static __m256i store_pair(const Constants& c, const UpdateSpan& span, std::int64_t i, const Pair& w,
                             __m256i) {
     store(at<std::uint16_t>(span.weight, i), high_halves(w + Pair{dwords(0x8000), dwords(0x8000)}));
     store(span.low + i, _mm256_blend_epi16(w.even, _mm256_slli_epi32(w.odd, 16), kOddWords));
@@ -219,23 +219,23 @@ struct SplitWeights {
 };
 
 struct Bf16Weights {
-  static __m256 load_one(const AdamWSpan& span, std::int64_t i) {
+  static __m256 load_one(const UpdateSpan& span, std::int64_t i) {
     return load_bf16(at<std::uint16_t>(span.weight, i));
   }
-  static __m256 gradient(const AdamWSpan& span, std::int64_t i) { return SplitWeights::gradient(span, i); }
-  static __m256 store_one(const Constants& c, const AdamWSpan& span, std::int64_t i, __m256 w) {
+  static __m256 gradient(const UpdateSpan& span, std::int64_t i) { return SplitWeights::gradient(span, i); }
+  static __m256 store_one(const Constants& c, const UpdateSpan& span, std::int64_t i, __m256 w) {
     const __m256i random = weight_random(random_words(c, span.first + i));
     const __m256i bits = _mm256_add_epi32(bits_of(w), without_nan(bits_of(w), random));
     store_16(at<std::uint16_t>(span.weight, i), high_half(bits));
     return floats(bits);
   }
-  static Pair load_pair(const AdamWSpan& span, std::int64_t i) {
+  static Pair load_pair(const UpdateSpan& span, std::int64_t i) {
     return from_bf16(load_words(at<std::uint16_t>(span.weight, i)));
   }
-  static Pair gradient_pair(const AdamWSpan& span, std::int64_t i) {
+  static Pair gradient_pair(const UpdateSpan& span, std::int64_t i) {
     return SplitWeights::gradient_pair(span, i);
   }
-  static __m256i store_pair(const Constants& c, const AdamWSpan& span, std::int64_t i, const Pair& w,
+  static __m256i store_pair(const Constants& c, const UpdateSpan& span, std::int64_t i, const Pair& w,
                             __m256i random) {
     const Pair bits = w + without_nan(w, {weight_random(random), weight_random(swapped_halves(random))});
     store(at<std::uint16_t>(span.weight, i), high_halves(bits));
@@ -244,23 +244,23 @@ struct Bf16Weights {
 };
 
 struct FloatWeights {
-  static __m256 load_one(const AdamWSpan& span, std::int64_t i) {
+  static __m256 load_one(const UpdateSpan& span, std::int64_t i) {
     return load_floats(at<float>(span.weight, i));
   }
-  static __m256 gradient(const AdamWSpan& span, std::int64_t i) {
+  static __m256 gradient(const UpdateSpan& span, std::int64_t i) {
     return load_floats(at<float>(span.gradient, i));
   }
-  static __m256 store_one(const Constants&, const AdamWSpan& span, std::int64_t i, __m256 w) {
+  static __m256 store_one(const Constants&, const UpdateSpan& span, std::int64_t i, __m256 w) {
     _mm256_storeu_ps(at<float>(span.weight, i), w);
     return w;
   }
-  static Pair load_pair(const AdamWSpan& span, std::int64_t i) {
+  static Pair load_pair(const UpdateSpan& span, std::int64_t i) {
     return load_float_pair(at<float>(span.weight, i));
   }
-  static Pair gradient_pair(const AdamWSpan& span, std::int64_t i) {
+  static Pair gradient_pair(const UpdateSpan& span, std::int64_t i) {
     return load_float_pair(at<float>(span.gradient, i));
   }
-  static __m256i store_pair(const Constants& c, const AdamWSpan& span, std::int64_t i, const Pair& w,
+  static __m256i store_pair(const Constants& c, const UpdateSpan& span, std::int64_t i, const Pair& w,
                             __m256i) {
     store_float_pair(at<float>(span.weight, i), w);
     return _mm256_or_si256(non_finite(c, w.even), non_finite(c, w.odd));
@@ -268,7 +268,7 @@ struct FloatWeights {
 };
 
 template <class Weights>
-inline __m256 with_float_moments(const Constants& c, const AdamWSpan& span, std::int64_t i) {
+inline __m256 with_float_moments(const Constants& c, const UpdateSpan& span, std::int64_t i) {
   __m256 m = load_floats(at<float>(span.exp_avg, i));
   __m256 v = load_floats(at<float>(span.exp_avg_sq, i));
   const __m256 w = updated_weight(c, Weights::load_one(span, i), Weights::gradient(span, i), m, v);
@@ -284,7 +284,7 @@ struct Moments {
 
 // Weights in memory and the moments of 16 elements; adds to `bad` where a weight is not finite.
 template <class Weights>
-inline Moments updated(const Constants& c, const AdamWSpan& span, std::int64_t i, const Moments& old,
+inline Moments updated(const Constants& c, const UpdateSpan& span, std::int64_t i, const Moments& old,
                        __m256i random, __m256i& bad) {
   const Pair w = Weights::load_pair(span, i), g = Weights::gradient_pair(span, i);
   const Pair m = from_bf16(old.exp_avg), v = from_bf16(old.exp_avg_sq);
@@ -303,7 +303,7 @@ inline Moments updated(const Constants& c, const AdamWSpan& span, std::int64_t i
 }
 
 template <class Weights>
-inline void with_bf16_moments(const Constants& c, const AdamWSpan& span, std::int64_t i, RandomPairs& random,
+inline void with_bf16_moments(const Constants& c, const UpdateSpan& span, std::int64_t i, RandomPairs& random,
                               __m256i& bad) {
   void* const exp_avg = at<std::uint16_t>(span.exp_avg, i);
   void* const exp_avg_sq = at<std::uint16_t>(span.exp_avg_sq, i);
@@ -349,7 +349,7 @@ inline void store_codes(std::uint8_t* to, __m256i codes) { store(to, _mm256_perm
 
 // One whole block from element `begin` on.
 template <class Weights>
-inline void with_int8_moments(const Constants& c, const AdamWSpan& span, std::int64_t begin,
+inline void with_int8_moments(const Constants& c, const UpdateSpan& span, std::int64_t begin,
                               RandomPairs& random, __m256i& bad) {
   constexpr int kPairs = kMomentBlock / kPair;
   std::uint8_t& m_exponent = span.exp_avg_exponents[begin / kMomentBlock];
@@ -396,9 +396,9 @@ inline void with_int8_moments(const Constants& c, const AdamWSpan& span, std::in
 }
 
 template <class Weights>
-bool with_weights(const AdamWScalars& scalars, const AdamWSpan& span) {
+bool with_weights(const AdamWScalars& scalars, const UpdateSpan& span) {
   if (span.count > 0 && span.first % 2 != 0 && span.moment_format == MomentFormat::kBf16) {
-    AdamWSpan one = span;  // pairs begin at even indices
+    UpdateSpan one = span;  // pairs begin at even indices
     one.count = 1;
     const bool finite = adamw_scalar(scalars, one);
     return with_weights<Weights>(scalars, rest_of(span, 1)) && finite;
@@ -430,7 +430,7 @@ bool with_weights(const AdamWScalars& scalars, const AdamWSpan& span) {
 
 }  // namespace
 
-bool adamw_avx2(const AdamWScalars& scalars, const AdamWSpan& span) {
+bool adamw_avx2(const AdamWScalars& scalars, const UpdateSpan& span) {
   switch (span.weight_format) {
     case WeightFormat::kBf16:
       return with_weights<Bf16Weights>(scalars, span);

@@ -190,15 +190,16 @@ class RandomPairs {
 // How each format reads weights and gradients and writes weights. The stores return the lanes whose
 // weight is not finite; a random word is that of both elements of a pair.
 struct SplitWeights {
-  static __m512 load(const AdamWSpan& span, __mmask16 lanes, std::int64_t i) {
+  static __m512 load(const UpdateSpan& span, __mmask16 lanes, std::int64_t i) {
     prefetch(span.low + i);
     const __m512i low = _mm512_cvtepi16_epi32(_mm256_maskz_loadu_epi16(lanes, span.low + i));
     return floats(_mm512_add_epi32(bits_of(load_bf16(lanes, at<std::uint16_t>(span.weight, i))), low));
   }
-  static __m512 gradient(const AdamWSpan& span, __mmask16 lanes, std::int64_t i) {
+  static __m512 gradient(const UpdateSpan& span, __mmask16 lanes, std::int64_t i) {
     return load_bf16(lanes, at<std::uint16_t>(span.gradient, i));
   }
-  static __mmask16 store(const Constants&, const AdamWSpan& span, __mmask16 lanes, std::int64_t i, __m512 w) {
+  static __mmask16 store(const Constants&, const UpdateSpan& span, __mmask16 lanes, std::int64_t i,
+                         __m512 w) {
     const __m512i bits = bits_of(w);
     store_16(lanes, at<std::uint16_t>(span.weight, i), high_half(_mm512_add_epi32(bits, dwords(0x8000))));
     store_16(lanes, span.low + i, bits);
@@ -206,17 +207,17 @@ struct SplitWeights {
   }
   // The halves side by side with the low one's sign flipped, less that: what the low half takes from the
   // high one is borrowed.
-  static Pair load_pair(const AdamWSpan& span, std::int64_t i) {
+  static Pair load_pair(const UpdateSpan& span, std::int64_t i) {
     const __m512i high = load_words(at<std::uint16_t>(span.weight, i));
     const __m512i low = _mm512_xor_si512(load_words(span.low + i), words(0x8000));
     const __m512i lower = dwords(0xffff);
     return Pair{select(lower, low, _mm512_slli_epi32(high, 16)), select(lower, high_half(low), high)} +
            Pair{dwords(0xffff8000), dwords(0xffff8000)};
   }
-  static Pair gradient_pair(const AdamWSpan& span, std::int64_t i) {
+  static Pair gradient_pair(const UpdateSpan& span, std::int64_t i) {
     return from_bf16(load_words(at<std::uint16_t>(span.gradient, i)));
   }
-  static unsigned store_pair(const AdamWSpan& span, std::int64_t i, const Pair& w, __m512i) {
+  static unsigned store_pair(const UpdateSpan& span, std::int64_t i, const Pair& w, __m512i) {
     _mm512_storeu_si512(at<std::uint16_t>(span.weight, i),
                         high_halves(w + Pair{dwords(0x8000), dwords(0x8000)}));
     _mm512_storeu_si512(span.low + i, _mm512_mask_mov_epi16(w.even, kOddWords, _mm512_slli_epi32(w.odd, 16)));
@@ -225,26 +226,26 @@ struct SplitWeights {
 };
 
 struct Bf16Weights {
-  static __m512 load(const AdamWSpan& span, __mmask16 lanes, std::int64_t i) {
+  static __m512 load(const UpdateSpan& span, __mmask16 lanes, std::int64_t i) {
     return load_bf16(lanes, at<std::uint16_t>(span.weight, i));
   }
-  static __m512 gradient(const AdamWSpan& span, __mmask16 lanes, std::int64_t i) {
+  static __m512 gradient(const UpdateSpan& span, __mmask16 lanes, std::int64_t i) {
     return SplitWeights::gradient(span, lanes, i);
   }
-  static __mmask16 store(const Constants& c, const AdamWSpan& span, __mmask16 lanes, std::int64_t i,
+  static __mmask16 store(const Constants& c, const UpdateSpan& span, __mmask16 lanes, std::int64_t i,
                          __m512 w) {
     const __m512i random = weight_random(random_words(c, span.first + i));
     const __m512i bits = _mm512_add_epi32(bits_of(w), without_nan(bits_of(w), random));
     store_16(lanes, at<std::uint16_t>(span.weight, i), high_half(bits));
     return not_finite(bits);
   }
-  static Pair load_pair(const AdamWSpan& span, std::int64_t i) {
+  static Pair load_pair(const UpdateSpan& span, std::int64_t i) {
     return from_bf16(load_words(at<std::uint16_t>(span.weight, i)));
   }
-  static Pair gradient_pair(const AdamWSpan& span, std::int64_t i) {
+  static Pair gradient_pair(const UpdateSpan& span, std::int64_t i) {
     return SplitWeights::gradient_pair(span, i);
   }
-  static unsigned store_pair(const AdamWSpan& span, std::int64_t i, const Pair& w, __m512i random) {
+  static unsigned store_pair(const UpdateSpan& span, std::int64_t i, const Pair& w, __m512i random) {
     Pair added{weight_random(random), low_half(_mm512_rol_epi32(random, 8))};
     if ((not_finite(w.even) | not_finite(w.odd)) != 0) [[unlikely]]
       added = without_nan(w, added);
@@ -255,30 +256,31 @@ struct Bf16Weights {
 };
 
 struct FloatWeights {
-  static __m512 load(const AdamWSpan& span, __mmask16 lanes, std::int64_t i) {
+  static __m512 load(const UpdateSpan& span, __mmask16 lanes, std::int64_t i) {
     return load_floats(lanes, at<float>(span.weight, i));
   }
-  static __m512 gradient(const AdamWSpan& span, __mmask16 lanes, std::int64_t i) {
+  static __m512 gradient(const UpdateSpan& span, __mmask16 lanes, std::int64_t i) {
     return load_floats(lanes, at<float>(span.gradient, i));
   }
-  static __mmask16 store(const Constants&, const AdamWSpan& span, __mmask16 lanes, std::int64_t i, __m512 w) {
+  static __mmask16 store(const Constants&, const UpdateSpan& span, __mmask16 lanes, std::int64_t i,
+                         __m512 w) {
     _mm512_mask_storeu_ps(at<float>(span.weight, i), lanes, w);
     return not_finite(bits_of(w));
   }
-  static Pair load_pair(const AdamWSpan& span, std::int64_t i) {
+  static Pair load_pair(const UpdateSpan& span, std::int64_t i) {
     return load_float_pair(at<float>(span.weight, i));
   }
-  static Pair gradient_pair(const AdamWSpan& span, std::int64_t i) {
+  static Pair gradient_pair(const UpdateSpan& span, std::int64_t i) {
     return load_float_pair(at<float>(span.gradient, i));
   }
-  static unsigned store_pair(const AdamWSpan& span, std::int64_t i, const Pair& w, __m512i) {
+  static unsigned store_pair(const UpdateSpan& span, std::int64_t i, const Pair& w, __m512i) {
     store_float_pair(at<float>(span.weight, i), w);
     return not_finite(w.even) | not_finite(w.odd);
   }
 };
 
 template <class Weights>
-inline unsigned with_float_moments(const Constants& c, const AdamWSpan& span, __mmask16 lanes,
+inline unsigned with_float_moments(const Constants& c, const UpdateSpan& span, __mmask16 lanes,
                                    std::int64_t i) {
   float* const exp_avg = at<float>(span.exp_avg, i);
   float* const exp_avg_sq = at<float>(span.exp_avg_sq, i);
@@ -305,7 +307,7 @@ inline Pair without_nan(const Moment& even, const Moment& odd, const Pair& rando
 
 // Weights in memory and the moments of 32 elements; adds to `bad` where a weight is not finite.
 template <class Weights>
-inline Moments updated(const Constants& c, const AdamWSpan& span, std::int64_t i, const Moments& old,
+inline Moments updated(const Constants& c, const UpdateSpan& span, std::int64_t i, const Moments& old,
                        __m512i random, unsigned& bad) {
   const Pair w = Weights::load_pair(span, i), g = Weights::gradient_pair(span, i);
   const Pair m = from_bf16(old.exp_avg), v = from_bf16(old.exp_avg_sq);
@@ -325,7 +327,7 @@ inline Moments updated(const Constants& c, const AdamWSpan& span, std::int64_t i
 }
 
 template <class Weights>
-inline void with_bf16_moments(const Constants& c, const AdamWSpan& span, std::int64_t i, RandomPairs& random,
+inline void with_bf16_moments(const Constants& c, const UpdateSpan& span, std::int64_t i, RandomPairs& random,
                               unsigned& bad) {
   void* const exp_avg = at<std::uint16_t>(span.exp_avg, i);
   void* const exp_avg_sq = at<std::uint16_t>(span.exp_avg_sq, i);
@@ -372,7 +374,7 @@ inline void store_codes(std::uint8_t* to, __m512i codes) {
 
 // One whole block from element `begin` on.
 template <class Weights>
-inline void with_int8_moments(const Constants& c, const AdamWSpan& span, std::int64_t begin,
+inline void with_int8_moments(const Constants& c, const UpdateSpan& span, std::int64_t begin,
                               RandomPairs& random, unsigned& bad) {
   constexpr int kPairs = kMomentBlock / kPair;
   std::uint8_t& m_exponent = span.exp_avg_exponents[begin / kMomentBlock];
@@ -421,10 +423,10 @@ inline void with_int8_moments(const Constants& c, const AdamWSpan& span, std::in
 inline __mmask16 first_lanes(std::int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
 
 template <class Weights>
-bool with_weights(const AdamWScalars& scalars, const AdamWSpan& span) {
+bool with_weights(const AdamWScalars& scalars, const UpdateSpan& span) {
   if (span.count > 0 && span.first % 2 != 0 &&
       span.moment_format == MomentFormat::kBf16) {  // pairs begin at even indices
-    AdamWSpan one = span;
+    UpdateSpan one = span;
     one.count = 1;
     const bool finite = adamw_scalar(scalars, one);
     return with_weights<Weights>(scalars, rest_of(span, 1)) && finite;
@@ -453,7 +455,7 @@ bool with_weights(const AdamWScalars& scalars, const AdamWSpan& span) {
 
 }  // namespace
 
-bool adamw_avx512(const AdamWScalars& scalars, const AdamWSpan& span) {
+bool adamw_avx512(const AdamWScalars& scalars, const UpdateSpan& span) {
   switch (span.weight_format) {
     case WeightFormat::kBf16:
       return with_weights<Bf16Weights>(scalars, span);

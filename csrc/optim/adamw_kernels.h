@@ -1,5 +1,4 @@
-// The variants behind adamw(), one file each, and the numbers they share. Called only by adamw.cpp,
-// which has checked that the CPU has the instructions and set the floating-point modes.
+// The variants of AdamW, one file each, and the numbers they share. Called only by adamw.cpp.
 //
 // The arithmetic, in fp32 with every operation rounded once:
 //
@@ -19,15 +18,9 @@
 #pragma once
 
 #include "optim/adamw.h"
+#include "optim/update_kernels.h"
 
 namespace megatrain {
-
-// Of the words that stochastic rounding draws, see random_word in adamw_math.h.
-struct RoundingKey {
-  std::uint32_t first, second;
-};
-inline constexpr std::uint32_t kWeyl = 0x9e3779b9;    // 2^32 over the golden ratio
-inline constexpr std::uint32_t kMixing = 0x846ca68b;  // neighbours' words are least alike with it
 
 struct AdamWScalars {
   float gradient_scale;
@@ -43,18 +36,12 @@ struct AdamWScalars {
 };
 
 // Computed in double and rounded once; the only place that does so. The key is that of index 0.
-AdamWScalars adamw_scalars(const AdamWStep& step);
-RoundingKey rounding_key(const AdamWStep& step, std::uint32_t upper_index);
-
-// CallerError for settings and spans that mean nothing.
-void check_adamw(const AdamWStep& step, const AdamWSpan& span);
-// The span from element `skipped` on.
-AdamWSpan rest_of(const AdamWSpan& span, std::int64_t skipped);
+AdamWScalars adamw_scalars(const UpdateStep& step);
 
 // Indices of the span do not cross a multiple of 2^32. False if a weight became non-finite.
-bool adamw_scalar(const AdamWScalars& scalars, const AdamWSpan& span);
-bool adamw_avx2(const AdamWScalars& scalars, const AdamWSpan& span);
-bool adamw_avx512(const AdamWScalars& scalars, const AdamWSpan& span);
-bool adamw_neon(const AdamWScalars& scalars, const AdamWSpan& span);
+bool adamw_scalar(const AdamWScalars& scalars, const UpdateSpan& span);
+bool adamw_avx2(const AdamWScalars& scalars, const UpdateSpan& span);
+bool adamw_avx512(const AdamWScalars& scalars, const UpdateSpan& span);
+bool adamw_neon(const AdamWScalars& scalars, const UpdateSpan& span);
 
 }  // namespace megatrain

@@ -91,14 +91,14 @@ const T* at(const void* section, std::int64_t i) {
 
 // store() returns all ones in the lanes whose weight is not finite.
 struct SplitWeights {
-  static float32x4_t load(const AdamWSpan& span, std::int64_t i) {
+  static float32x4_t load(const UpdateSpan& span, std::int64_t i) {
     const uint32x4_t low = vreinterpretq_u32_s32(vmovl_s16(vld1_s16(span.low + i)));
     return float_of(vaddq_u32(bits_of(load_bf16(at<std::uint16_t>(span.weight, i))), low));
   }
-  static float32x4_t gradient(const AdamWSpan& span, std::int64_t i) {
+  static float32x4_t gradient(const UpdateSpan& span, std::int64_t i) {
     return load_bf16(at<std::uint16_t>(span.gradient, i));
   }
-  static uint32x4_t store(const Constants& c, const AdamWSpan& span, std::int64_t i, float32x4_t w) {
+  static uint32x4_t store(const Constants& c, const UpdateSpan& span, std::int64_t i, float32x4_t w) {
     const uint32x4_t bits = bits_of(w);
     store_16(at<std::uint16_t>(span.weight, i), high_half(vaddq_u32(bits, vdupq_n_u32(0x8000))));
     vst1_s16(span.low + i, vreinterpret_s16_u16(vmovn_u32(bits)));
@@ -107,13 +107,13 @@ struct SplitWeights {
 };
 
 struct Bf16Weights {
-  static float32x4_t load(const AdamWSpan& span, std::int64_t i) {
+  static float32x4_t load(const UpdateSpan& span, std::int64_t i) {
     return load_bf16(at<std::uint16_t>(span.weight, i));
   }
-  static float32x4_t gradient(const AdamWSpan& span, std::int64_t i) {
+  static float32x4_t gradient(const UpdateSpan& span, std::int64_t i) {
     return SplitWeights::gradient(span, i);
   }
-  static uint32x4_t store(const Constants& c, const AdamWSpan& span, std::int64_t i, float32x4_t w) {
+  static uint32x4_t store(const Constants& c, const UpdateSpan& span, std::int64_t i, float32x4_t w) {
     const uint32x4_t rounded = to_bf16(w, low_half(vshrq_n_u32(random_words(c, span.first + i), 8)));
     store_16(at<std::uint16_t>(span.weight, i), rounded);
     return non_finite(c, vshlq_n_u32(rounded, 16));
@@ -121,13 +121,13 @@ struct Bf16Weights {
 };
 
 struct FloatWeights {
-  static float32x4_t load(const AdamWSpan& span, std::int64_t i) {
+  static float32x4_t load(const UpdateSpan& span, std::int64_t i) {
     return vld1q_f32(at<float>(span.weight, i));
   }
-  static float32x4_t gradient(const AdamWSpan& span, std::int64_t i) {
+  static float32x4_t gradient(const UpdateSpan& span, std::int64_t i) {
     return vld1q_f32(at<float>(span.gradient, i));
   }
-  static uint32x4_t store(const Constants& c, const AdamWSpan& span, std::int64_t i, float32x4_t w) {
+  static uint32x4_t store(const Constants& c, const UpdateSpan& span, std::int64_t i, float32x4_t w) {
     vst1q_f32(at<float>(span.weight, i), w);
     return non_finite(c, bits_of(w));
   }
@@ -135,14 +135,14 @@ struct FloatWeights {
 
 // Moments of 4 elements: in, updated, the weight written, out.
 template <class Weights>
-inline uint32x4_t update(const Constants& c, const AdamWSpan& span, std::int64_t i, float32x4_t& m,
+inline uint32x4_t update(const Constants& c, const UpdateSpan& span, std::int64_t i, float32x4_t& m,
                          float32x4_t& v) {
   const float32x4_t w = updated_weight(c, Weights::load(span, i), Weights::gradient(span, i), m, v);
   return Weights::store(c, span, i, w);
 }
 
 template <class Weights>
-inline uint32x4_t with_float_moments(const Constants& c, const AdamWSpan& span, std::int64_t i) {
+inline uint32x4_t with_float_moments(const Constants& c, const UpdateSpan& span, std::int64_t i) {
   float32x4_t m = vld1q_f32(at<float>(span.exp_avg, i)), v = vld1q_f32(at<float>(span.exp_avg_sq, i));
   const uint32x4_t bad = update<Weights>(c, span, i, m, v);
   vst1q_f32(at<float>(span.exp_avg, i), m);
@@ -151,7 +151,7 @@ inline uint32x4_t with_float_moments(const Constants& c, const AdamWSpan& span, 
 }
 
 template <class Weights>
-inline uint32x4_t with_bf16_moments(const Constants& c, const AdamWSpan& span, std::int64_t i) {
+inline uint32x4_t with_bf16_moments(const Constants& c, const UpdateSpan& span, std::int64_t i) {
   std::uint16_t* const exp_avg = at<std::uint16_t>(span.exp_avg, i);
   std::uint16_t* const exp_avg_sq = at<std::uint16_t>(span.exp_avg_sq, i);
   float32x4_t m = load_bf16(exp_avg), v = load_bf16(exp_avg_sq);
@@ -193,7 +193,7 @@ inline void store_codes(std::uint8_t* to, uint16x8_t codes) { vst1_u8(to, vmovn_
 
 // One whole block from element `begin` on.
 template <class Weights>
-uint32x4_t with_int8_moments(const Constants& c, const AdamWSpan& span, std::int64_t begin) {
+uint32x4_t with_int8_moments(const Constants& c, const UpdateSpan& span, std::int64_t begin) {
   constexpr int kEach = 2 * kLanes;
   constexpr int kParts = kMomentBlock / kEach;
   std::uint8_t& m_exponent = span.exp_avg_exponents[begin / kMomentBlock];
@@ -246,7 +246,7 @@ uint32x4_t with_int8_moments(const Constants& c, const AdamWSpan& span, std::int
 }
 
 template <class Weights>
-bool with_weights(const AdamWScalars& scalars, const AdamWSpan& span) {
+bool with_weights(const AdamWScalars& scalars, const UpdateSpan& span) {
   const Constants c = constants(scalars);
   uint32x4_t bad = vdupq_n_u32(0);
   std::int64_t i = 0;
@@ -274,7 +274,7 @@ bool with_weights(const AdamWScalars& scalars, const AdamWSpan& span) {
 
 }  // namespace
 
-bool adamw_neon(const AdamWScalars& scalars, const AdamWSpan& span) {
+bool adamw_neon(const AdamWScalars& scalars, const UpdateSpan& span) {
   switch (span.weight_format) {
     case WeightFormat::kBf16:
       return with_weights<Bf16Weights>(scalars, span);

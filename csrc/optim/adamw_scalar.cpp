@@ -1,59 +1,19 @@
 // The specification: every other variant equals this one bit for bit.
 #include <algorithm>
 
-#include "optim/adamw_math.h"
+#include "optim/scalar_weights.h"
 
 namespace megatrain {
 namespace {
 
-struct SplitWeights {
-  static float load(const AdamWSpan& span, std::int64_t i) {
-    return float_of((std::uint32_t{static_cast<std::uint16_t*>(span.weight)[i]} << 16) +
-                    static_cast<std::uint32_t>(std::int32_t{span.low[i]}));
-  }
-  static float gradient(const AdamWSpan& span, std::int64_t i) {
-    return from_bf16(static_cast<const std::uint16_t*>(span.gradient)[i]);
-  }
-  static bool store(const AdamWScalars&, const AdamWSpan& span, std::int64_t i, float w) {
-    const std::uint32_t bits = bits_of(w);
-    static_cast<std::uint16_t*>(span.weight)[i] = static_cast<std::uint16_t>((bits + 0x8000) >> 16);
-    span.low[i] = static_cast<std::int16_t>(bits);  // bits - (high << 16), of which 16 bits are left
-    return is_finite(bits);
-  }
-};
-
-struct Bf16Weights {
-  static float load(const AdamWSpan& span, std::int64_t i) {
-    return from_bf16(static_cast<std::uint16_t*>(span.weight)[i]);
-  }
-  static float gradient(const AdamWSpan& span, std::int64_t i) { return SplitWeights::gradient(span, i); }
-  static bool store(const AdamWScalars& s, const AdamWSpan& span, std::int64_t i, float w) {
-    const auto index = static_cast<std::uint32_t>(span.first + i);
-    const std::uint16_t rounded = to_bf16(w, for_weight(random_word(index, s.key)));
-    static_cast<std::uint16_t*>(span.weight)[i] = rounded;
-    return is_finite(std::uint32_t{rounded} << 16);
-  }
-};
-
-struct FloatWeights {
-  static float load(const AdamWSpan& span, std::int64_t i) { return static_cast<float*>(span.weight)[i]; }
-  static float gradient(const AdamWSpan& span, std::int64_t i) {
-    return static_cast<const float*>(span.gradient)[i];
-  }
-  static bool store(const AdamWScalars&, const AdamWSpan& span, std::int64_t i, float w) {
-    static_cast<float*>(span.weight)[i] = w;
-    return is_finite(bits_of(w));
-  }
-};
-
 template <class Weights>
-bool update_element(const AdamWScalars& s, const AdamWSpan& span, std::int64_t i, float& m, float& v) {
+bool update_element(const AdamWScalars& s, const UpdateSpan& span, std::int64_t i, float& m, float& v) {
   const float w = updated_weight(s, Weights::load(span, i), Weights::gradient(span, i), m, v);
-  return Weights::store(s, span, i, w);
+  return Weights::store(s.key, span, i, w);
 }
 
 template <class Weights>
-bool with_float_moments(const AdamWScalars& s, const AdamWSpan& span) {
+bool with_float_moments(const AdamWScalars& s, const UpdateSpan& span) {
   const auto m = static_cast<float*>(span.exp_avg);
   const auto v = static_cast<float*>(span.exp_avg_sq);
   bool finite = true;
@@ -62,7 +22,7 @@ bool with_float_moments(const AdamWScalars& s, const AdamWSpan& span) {
 }
 
 template <class Weights>
-bool with_bf16_moments(const AdamWScalars& s, const AdamWSpan& span) {
+bool with_bf16_moments(const AdamWScalars& s, const UpdateSpan& span) {
   const auto m16 = static_cast<std::uint16_t*>(span.exp_avg);
   const auto v16 = static_cast<std::uint16_t*>(span.exp_avg_sq);
   bool finite = true;
@@ -77,7 +37,7 @@ bool with_bf16_moments(const AdamWScalars& s, const AdamWSpan& span) {
 }
 
 template <class Weights>
-bool with_int8_moments(const AdamWScalars& s, const AdamWSpan& span) {
+bool with_int8_moments(const AdamWScalars& s, const UpdateSpan& span) {
   const auto m8 = static_cast<std::uint8_t*>(span.exp_avg);
   const auto v8 = static_cast<std::uint8_t*>(span.exp_avg_sq);
   bool finite = true;
@@ -110,7 +70,7 @@ bool with_int8_moments(const AdamWScalars& s, const AdamWSpan& span) {
 }
 
 template <class Weights>
-bool with_weights(const AdamWScalars& s, const AdamWSpan& span) {
+bool with_weights(const AdamWScalars& s, const UpdateSpan& span) {
   switch (span.moment_format) {
     case MomentFormat::kBf16:
       return with_bf16_moments<Weights>(s, span);
@@ -124,16 +84,8 @@ bool with_weights(const AdamWScalars& s, const AdamWSpan& span) {
 
 }  // namespace
 
-bool adamw_scalar(const AdamWScalars& s, const AdamWSpan& span) {
-  switch (span.weight_format) {
-    case WeightFormat::kBf16:
-      return with_weights<Bf16Weights>(s, span);
-    case WeightFormat::kFp32:
-      return with_weights<FloatWeights>(s, span);
-    case WeightFormat::kBf16Split:
-      break;
-  }
-  return with_weights<SplitWeights>(s, span);
+bool adamw_scalar(const AdamWScalars& s, const UpdateSpan& span) {
+  return with_weights_of(span.weight_format, [&]<class Weights>() { return with_weights<Weights>(s, span); });
 }
 
 }  // namespace megatrain

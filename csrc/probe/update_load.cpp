@@ -7,7 +7,7 @@ namespace megatrain {
 namespace {
 
 constexpr TileFormat kFormat = TileFormat::kBf16Split;
-constexpr AdamWStep kStep{.lr = 1e-5, .step = 100};
+constexpr UpdateStep kStep{.lr = 1e-5, .step = 100};
 
 TileLayout layout_of(std::int64_t parameters) { return TileLayout(kFormat, {{parameters, true}}); }
 
@@ -49,13 +49,14 @@ void UpdateLoad::update(ThreadPool& pool) {
 
 void UpdateLoad::update(ElementRange range) {
   // Its values stay finite: they move by less than lr a step.
-  static_cast<void>(adamw(isa_, kStep,
-                          AdamWSplitSpan{.high = at<std::uint16_t>(Section::kWeights, range.begin),
-                                         .low = at<std::int16_t>(Section::kMasterLow, range.begin),
-                                         .gradient = at<std::uint16_t>(Section::kGradients, range.begin),
-                                         .exp_avg = at<float>(Section::kExpAvg, range.begin),
-                                         .exp_avg_sq = at<float>(Section::kExpAvgSq, range.begin),
-                                         .count = range.size()}));
+  static_cast<void>(
+      apply_update(isa_, kStep,
+                   AdamWSplitSpan{.high = at<std::uint16_t>(Section::kWeights, range.begin),
+                                  .low = at<std::int16_t>(Section::kMasterLow, range.begin),
+                                  .gradient = at<std::uint16_t>(Section::kGradients, range.begin),
+                                  .exp_avg = at<float>(Section::kExpAvg, range.begin),
+                                  .exp_avg_sq = at<float>(Section::kExpAvgSq, range.begin),
+                                  .count = range.size()}));
 }
 
 }  // namespace megatrain

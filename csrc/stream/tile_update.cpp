@@ -69,7 +69,7 @@ std::int64_t update_tile(TileStore& store, int tile, const std::vector<Parameter
     pieces.push_back({flat, range, range.begin - whole.begin, &update});
     const std::int64_t unit = alignment_elements(format);
     flat += (range.size() + unit - 1) / unit * unit;
-    bytes += adamw_bytes(format.weights, format.moments, range.size());
+    bytes += update_bytes(format.weights, format.moments, range.size(), format.rule);
   }
   if (pieces.empty()) return 0;
 
@@ -82,8 +82,9 @@ std::int64_t update_tile(TileStore& store, int tile, const std::vector<Parameter
       if (part.empty()) continue;
       const std::int64_t skipped = part.begin - piece.at;
       const std::int64_t begin = piece.range.begin + skipped;
-      const AdamWSpan span = update_span(layout, memory, {begin, begin + part.size()}, piece.first + skipped);
-      if (!adamw(store.isa(), piece.update->step, span)) {
+      const UpdateSpan span =
+          update_span(layout, memory, {begin, begin + part.size()}, piece.first + skipped);
+      if (!apply_update(store.isa(), piece.update->step, span)) {
         finite = false;
       }
     }

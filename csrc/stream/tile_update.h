@@ -1,10 +1,10 @@
-// AdamW over one tile: the listed parameters, split over the store's pool in one pass.
+// The update of one tile: the listed parameters, split over the store's pool in one pass.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
-#include "optim/adamw.h"
+#include "optim/update.h"
 #include "tiles/tile_store.h"
 
 namespace megatrain {
@@ -12,7 +12,7 @@ namespace megatrain {
 // Hyperparameters of one parameter of a tile, captured by value.
 struct ParameterUpdate {
   int parameter = 0;
-  AdamWStep step;
+  UpdateStep step;
 };
 
 // CallerError for a parameter that is not in the tile, is frozen, or is listed twice, and for

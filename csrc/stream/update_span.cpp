@@ -2,7 +2,7 @@
 
 namespace megatrain {
 
-AdamWSpan update_span(const TileLayout& layout, std::byte* tile, ElementRange range, std::int64_t first) {
+UpdateSpan update_span(const TileLayout& layout, std::byte* tile, ElementRange range, std::int64_t first) {
   const TileFormat format = layout.format();
   const auto at = [&](Section section) {
     return tile + layout.section(section).offset +
@@ -22,7 +22,8 @@ AdamWSpan update_span(const TileLayout& layout, std::byte* tile, ElementRange ra
           .exp_avg_exponents = exponents(Section::kExpAvgExponents),
           .exp_avg_sq_exponents = exponents(Section::kExpAvgSqExponents),
           .count = range.size(),
-          .first = first};
+          .first = first,
+          .rule = format.rule};
 }
 
 }  // namespace megatrain

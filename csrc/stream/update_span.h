@@ -4,13 +4,13 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "optim/adamw.h"
+#include "optim/update.h"
 #include "tiles/tile_layout.h"
 
 namespace megatrain {
 
 // Elements `range` of a tile whose first byte is at `tile`; `first` is the index of the first one in
 // its parameter.
-AdamWSpan update_span(const TileLayout& layout, std::byte* tile, ElementRange range, std::int64_t first);
+UpdateSpan update_span(const TileLayout& layout, std::byte* tile, ElementRange range, std::int64_t first);
 
 }  // namespace megatrain

@@ -21,13 +21,12 @@ Integer align_up(Integer value, Integer unit) {
 
 }  // namespace
 
-const char* format_name(TileFormat format) noexcept {
-  static constexpr const char* kNames[3][3] = {
-      {"bf16_split", "bf16_split_moments_bf16", "bf16_split_moments_int8"},
-      {"bf16", "bf16_moments_bf16", "bf16_moments_int8"},
-      {"fp32", "fp32_moments_bf16", "fp32_moments_int8"},
-  };
-  return kNames[static_cast<int>(format.weights)][static_cast<int>(format.moments)];
+std::string format_name(TileFormat format) {
+  static constexpr const char* kWeights[] = {"bf16_split", "bf16", "fp32"};
+  static constexpr const char* kMoments[] = {"", "_moments_bf16", "_moments_int8"};
+  static constexpr const char* kRules[] = {"", "_lion"};
+  return std::string(kWeights[static_cast<int>(format.weights)]) +
+         kMoments[static_cast<int>(format.moments)] + kRules[static_cast<int>(format.rule)];
 }
 
 const char* section_name(Section section) noexcept {
@@ -59,11 +58,15 @@ std::size_t element_bytes(TileFormat format, Section section) noexcept {
       return format.weights == WeightFormat::kFp32 ? 4 : 2;
     case Section::kMasterLow:
       return format.weights == WeightFormat::kBf16Split ? 2 : 0;
-    case Section::kExpAvg:
     case Section::kExpAvgSq:
+      if (moments_of(format.rule) < 2) return 0;
+      [[fallthrough]];
+    case Section::kExpAvg:
       return format.moments == MomentFormat::kFp32 ? 4 : format.moments == MomentFormat::kBf16 ? 2 : 1;
-    case Section::kExpAvgExponents:
     case Section::kExpAvgSqExponents:
+      if (moments_of(format.rule) < 2) return 0;
+      [[fallthrough]];
+    case Section::kExpAvgExponents:
       return format.moments == MomentFormat::kInt8 ? 1 : 0;
     case Section::kAccumulator:
       break;

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "base/precision.h"
@@ -15,13 +16,15 @@ namespace megatrain {
 struct TileFormat {
   WeightFormat weights = WeightFormat::kBf16Split;
   MomentFormat moments = MomentFormat::kFp32;
+  Rule rule = Rule::kAdamW;  // how many moments there are, and who updates them
 
   static const TileFormat kBf16Split;  // with fp32 moments
   static const TileFormat kFp32;       // all of it fp32
   friend bool operator==(const TileFormat&, const TileFormat&) = default;
 };
-inline constexpr TileFormat TileFormat::kBf16Split{WeightFormat::kBf16Split, MomentFormat::kFp32};
-inline constexpr TileFormat TileFormat::kFp32{WeightFormat::kFp32, MomentFormat::kFp32};
+inline constexpr TileFormat TileFormat::kBf16Split{WeightFormat::kBf16Split, MomentFormat::kFp32,
+                                                   Rule::kAdamW};
+inline constexpr TileFormat TileFormat::kFp32{WeightFormat::kFp32, MomentFormat::kFp32, Rule::kAdamW};
 
 // In the order in which they lie in a tile. The exponents are those of 8-bit moments, a byte a block
 // of kMomentBlock. The accumulator (fp32) has memory of its own.
@@ -36,8 +39,8 @@ enum class Section {
   kAccumulator
 };
 
-const char* format_name(TileFormat format) noexcept;  // "bf16_split", "fp32_moments_int8", ...
-const char* section_name(Section section) noexcept;   // "weights", "master_low", ...
+std::string format_name(TileFormat format);          // "bf16_split", "fp32_moments_int8_lion", ...
+const char* section_name(Section section) noexcept;  // "weights", "master_low", ...
 // Bytes of one element; 0 where tiles of this format have no such section.
 std::size_t element_bytes(TileFormat format, Section section) noexcept;
 // Parameters begin at multiples of this: 256 bytes of weights, which GEMMs and the compiler want,

@@ -13,10 +13,14 @@ struct Owned {
   std::int64_t shift;  // of its first element in the parameter
 };
 
-Owned owned_part(const TileLayout& layout, int tile, int parameter) {
+Owned owned_part(const TileLayout& layout, int tile, int parameter, Moment moment) {
   if (!layout.parameter(parameter).trainable) {
     throw CallerError("parameter " + std::to_string(parameter) + " of tile " + std::to_string(tile) +
                       " is frozen and has no moments");
+  }
+  if (moment == Moment::kExpAvgSq && moments_of(layout.format().rule) < 2) {
+    throw CallerError("tile " + std::to_string(tile) + " of the format " + format_name(layout.format()) +
+                      " has no second moments");
   }
   const ElementRange whole = layout.range(parameter);
   const ElementRange mine = intersect(whole, layout.owned());
@@ -41,7 +45,7 @@ MomentSpan span_of(const TileStore& store, int tile, Moment moment, std::int64_t
 }  // namespace
 
 void get_moments(TileStore& store, int tile, int parameter, Moment moment, float* values) {
-  const Owned mine = owned_part(store.layout(tile), tile, parameter);
+  const Owned mine = owned_part(store.layout(tile), tile, parameter, moment);
   store.for_parts(mine.range.size(), [&](std::int64_t begin, std::int64_t end) {
     read_moments(span_of(store, tile, moment, mine.range.begin + begin, end - begin),
                  values + mine.shift + begin);
@@ -49,7 +53,7 @@ void get_moments(TileStore& store, int tile, int parameter, Moment moment, float
 }
 
 void set_moments(TileStore& store, int tile, int parameter, Moment moment, const float* values) {
-  const Owned mine = owned_part(store.layout(tile), tile, parameter);
+  const Owned mine = owned_part(store.layout(tile), tile, parameter, moment);
   store.for_parts(mine.range.size(), [&](std::int64_t begin, std::int64_t end) {
     write_moments(span_of(store, tile, moment, mine.range.begin + begin, end - begin),
                   values + mine.shift + begin);

@@ -8,7 +8,7 @@ from megatrain.machine import MachineSpeed, UpdateSpeed, machine_speed
 from megatrain.model import StreamedModel
 from megatrain.placement import BlockPlacement, Placement
 from megatrain.report import EvaluationReport, MemoryReport, StepReport
-from megatrain.settings import AdamW
+from megatrain.rules import AdamW, Lion
 from megatrain.transfers import Transfers
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "CudaBackend",
     "EvaluationReport",
     "HostBackend",
+    "Lion",
     "MachineSpeed",
     "MemoryLimitError",
     "MemoryReport",

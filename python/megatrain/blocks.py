@@ -202,6 +202,11 @@ class BlockProxy(nn.Module):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> BlockProxy:
         return self  # weights and buffers are where they belong
 
+    def named_modules(self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True) -> Any:
+        if self.__dict__["_router"].blocks_shown:
+            return self.__dict__["_block"].skeleton.named_modules(memo, prefix, remove_duplicate)
+        return nn.Module.named_modules(self, memo, prefix, remove_duplicate)
+
     def train(self, mode: bool = True) -> BlockProxy:
         self.__dict__["training"] = mode
         self._block.skeleton.train(mode)

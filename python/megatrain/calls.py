@@ -202,6 +202,15 @@ class BlockRunner:
         self._device = device
         self._is_trainable = is_trainable
 
+    @contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """Nothing is compiled inside: rows that grow by a token at a time would be compiled again and again."""
+        compiled, self._caller.compiled = self._caller.compiled, False
+        try:
+            yield
+        finally:
+            self._caller.compiled = compiled
+
     def has_gradients(self, call: BlockCall) -> bool:
         """Something that needs a gradient goes into the call."""
         return any(given.requires_grad for given in call.inputs) or any(

@@ -8,7 +8,7 @@ logits in backward would be a fourth product.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -56,7 +56,9 @@ def chunked_cross_entropy(
 
     Backward once only, without `create_graph`. Raises ValueError on shapes, dtypes or rows that do not fit.
     """
-    _check(hidden, weight, bias, targets, reduction)
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction is {reduction!r}, one of 'mean' and 'sum' is needed")
+    require_fit(hidden, weight, bias, targets)
     if kept_rows is None:
         kept_rows = (targets != ignore_index).nonzero().squeeze(1)
     else:
@@ -68,7 +70,7 @@ def chunked_cross_entropy(
     job = _Job(
         targets=targets,
         kept=kept_rows.shape[0],
-        rows=None if kept_rows.shape[0] == hidden.shape[0] else _to_device(kept_rows, hidden.device),
+        rows=None if kept_rows.shape[0] == hidden.shape[0] else to_device(kept_rows, hidden.device),
         transforms=tuple(transforms),
         mean=reduction == "mean",
         chunk_rows=chunk_rows,
@@ -136,48 +138,33 @@ def _run(
     wide = torch.promote_types(hidden.dtype, torch.float32)
     scale = torch.full((), 1.0 / max(job.kept, 1) if job.mean else 1.0, dtype=wide, device=hidden.device)
     losses = torch.empty(job.kept, dtype=wide, device=hidden.device)
-    d_hidden = _HiddenGradient(hidden, job) if wanted[0] else None
-    d_weight = _WeightGradient(weight, wide) if wanted[1] else None
-    d_bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if wanted[2] else None
+    gradients = ChunkedGradients(hidden, weight, bias, job.rows, wanted)
     elementwise = compiled_loss_and_gradient() if job.compile else loss_and_gradient
-    chunk = _even_chunk(job.kept, job.chunk_rows)
 
-    def one_chunk(begin: int, end: int) -> None:
+    def one_chunk(rows: slice | Tensor, span: slice) -> None:
         # A function, so that a chunk's buffers are gone before the next ones are asked for.
-        rows = slice(begin, end) if job.rows is None else job.rows[begin:end]
         inputs = hidden[rows]
         logits = F.linear(inputs, weight, bias)
         targets = job.targets[rows]
         call = elementwise
         if job.compile:
-            if end - begin == 1:
+            if span.stop - span.start == 1:
                 call = loss_and_gradient  # the compiler would make a graph of its own for a size of 1
             else:
                 torch._dynamo.mark_dynamic(logits, 0)
                 torch._dynamo.mark_dynamic(targets, 0)
-        losses[begin:end], d_logits = call(logits, targets, scale, job.transforms, any(wanted))
+        losses[span], d_logits = call(logits, targets, scale, job.transforms, any(wanted))
         del logits
-        if d_logits is None:
-            return
-        if d_hidden is not None:
-            d_hidden.add(d_logits, weight, begin, end)
-        if d_weight is not None:
-            d_weight.add(d_logits, inputs)
-        if d_bias is not None:
-            d_bias.add_(d_logits.sum(0, dtype=wide))
+        if d_logits is not None:
+            gradients.add(d_logits, inputs, span)
 
     with torch.autocast(hidden.device.type, enabled=False):
-        for begin in range(0, job.kept, chunk):
-            one_chunk(begin, min(begin + chunk, job.kept))
+        for rows, span in chunks(job.kept, job.chunk_rows, job.rows):
+            one_chunk(rows, span)
         loss = losses.sum()
         if job.mean:
             loss = loss / job.kept  # 0 / 0 is NaN, as in torch
-    return (
-        loss,
-        None if d_hidden is None else d_hidden.value,
-        None if d_weight is None else d_weight.value(),
-        d_bias,
-    )
+    return (loss, *gradients.values())
 
 
 def loss_and_gradient(
@@ -222,12 +209,44 @@ def compiled_loss_and_gradient(backend: str = "inductor") -> Callable[..., tuple
     return torch.compile(loss_and_gradient, dynamic=False, fullgraph=True, backend=backend)
 
 
+class ChunkedGradients:
+    """The wanted gradients of hidden, weight and bias, summed over chunks of the kept `rows` (None for all)."""
+
+    def __init__(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        rows: Tensor | None,
+        wanted: tuple[bool, bool, bool],
+    ) -> None:
+        self._weight_itself = weight
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        self._hidden = _HiddenGradient(hidden, rows) if wanted[0] else None
+        self._weight = _WeightGradient(weight, wide) if wanted[1] else None
+        self._bias = torch.zeros_like(bias, dtype=wide) if wanted[2] and bias is not None else None
+
+    def add(self, d_logits: Tensor, inputs: Tensor, span: slice) -> None:
+        """Of the kept rows `span`, whose hidden states are `inputs`."""
+        if self._hidden is not None:
+            self._hidden.add(d_logits, self._weight_itself, span.start, span.stop)
+        if self._weight is not None:
+            self._weight.add(d_logits, inputs)
+        if self._bias is not None:
+            self._bias.add_(d_logits.sum(0, dtype=self._bias.dtype))
+
+    def values(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Those of weight and bias in fp32 (fp64 for fp64)."""
+        hidden = None if self._hidden is None else self._hidden.value
+        return hidden, None if self._weight is None else self._weight.value(), self._bias
+
+
 class _HiddenGradient:
     """Gradient of the hidden states; dropped rows stay zero."""
 
-    def __init__(self, hidden: Tensor, job: _Job) -> None:
-        self._rows = job.rows
-        make = torch.empty if job.rows is None else torch.zeros
+    def __init__(self, hidden: Tensor, rows: Tensor | None) -> None:
+        self._rows = rows
+        make = torch.empty if rows is None else torch.zeros
         self.value = make(hidden.shape, dtype=hidden.dtype, device=hidden.device)
 
     def add(self, d_logits: Tensor, weight: Tensor, begin: int, end: int) -> None:
@@ -287,6 +306,14 @@ def fp32_output_products(device: torch.device, dtype: torch.dtype) -> bool:
     return bool((first == 16).all()) and bool((total == 257).all())
 
 
+def chunks(kept: int, most: int, rows: Tensor | None) -> Iterator[tuple[slice | Tensor, slice]]:
+    """(index into all rows, range of the kept ones) of each chunk of at most `most` rows."""
+    chunk = _even_chunk(kept, most)
+    for begin in range(0, kept, chunk):
+        span = slice(begin, min(begin + chunk, kept))
+        yield (span if rows is None else rows[span]), span
+
+
 def _even_chunk(kept: int, most: int) -> int:
     """Rows a chunk: as few chunks as `most` allows, of about the same size."""
     chunks = max(-(-kept // most), 1)
@@ -294,15 +321,14 @@ def _even_chunk(kept: int, most: int) -> int:
     return min(-(-even // _ROW_ALIGNMENT) * _ROW_ALIGNMENT, most)
 
 
-def _to_device(rows: Tensor, device: torch.device) -> Tensor:
+def to_device(rows: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and rows.device.type == "cpu":
         return rows.pin_memory().to(device, non_blocking=True)
     return rows.to(device)
 
 
-def _check(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, reduction: str) -> None:
-    if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction is {reduction!r}, one of 'mean' and 'sum' is needed")
+def require_fit(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> None:
+    """ValueError on shapes and dtypes that do not go together."""
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
             f"hidden {tuple(hidden.shape)} and weight {tuple(weight.shape)} are not (N, D) and (V, D)"

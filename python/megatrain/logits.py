@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatrain.chunked_logprobs import chunked_logprobs
 from megatrain.chunked_loss import Reduction, chunked_cross_entropy
 from megatrain.full_logits import FullOnDemand, lazy, version_of, without_lazy
 from megatrain.host_mirror import HostMirrored, host_twin, mirror_labels, strip_mirror
@@ -351,25 +352,24 @@ def _cross_entropy(
         return None
     if weight is not None or size_average is not None or reduce is not None or label_smoothing != 0.0:
         return None
-    if reduction not in ("mean", "sum") or target.dtype != torch.int64 or target.device != input.device:
+    if reduction not in ("mean", "sum", "none") or target.dtype != torch.int64 or target.device != input.device:
         return None
     if input.ndim != 2 or target.shape != input.shape[:1]:
         return None
     input._require_fresh()
     twin = host_twin(target)
+    parts = (input._hidden, input._weight, input._bias, strip_mirror(target))
+    settings: dict[str, Any] = dict(
+        transforms=input._transforms,
+        ignore_index=ignore_index,
+        kept_rows=None if twin is None else (twin != ignore_index).nonzero().squeeze(1),
+        chunk_rows=input._settings.chunk_rows,
+        compile=input._settings.compile,
+    )
     with torch.set_grad_enabled(input._with_grad and torch.is_grad_enabled()):
-        return chunked_cross_entropy(
-            input._hidden,
-            input._weight,
-            input._bias,
-            strip_mirror(target),
-            transforms=input._transforms,
-            ignore_index=ignore_index,
-            reduction=cast(Reduction, reduction),
-            kept_rows=None if twin is None else (twin != ignore_index).nonzero().squeeze(1),
-            chunk_rows=input._settings.chunk_rows,
-            compile=input._settings.compile,
-        )
+        if reduction == "none":
+            return -chunked_logprobs(*parts, **settings)
+        return chunked_cross_entropy(*parts, reduction=cast(Reduction, reduction), **settings)
 
 
 @contextmanager

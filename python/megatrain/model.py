@@ -16,25 +16,30 @@ from torch import nn
 
 from megatrain import checkpoint, checkpoints, stacks
 from megatrain._native import Engine, TileStore
+from megatrain.adapters import reach_adapters
 from megatrain.auto_placement import AutoPlacement
 from megatrain.autograd import DirectCalls
 from megatrain.blocks import BlockCaller
 from megatrain.calls import BlockRunner
+from megatrain.decay import biases_and_norms
 from megatrain.device_weights import DeviceWeights
 from megatrain.errors import UnsupportedModelError
 from megatrain.face import ParameterFace
+from megatrain.generation import generate
 from megatrain.gradients import GradientSink
 from megatrain.interop import compute_device
 from megatrain.interrupts import DeferredInterrupts
 from megatrain.limits import memory_report, require_device_memory, require_memory
+from megatrain.logprobs import label_logprobs
 from megatrain.loss import shifts_labels, tokens_of, weight_of
 from megatrain.machine import update_threads
-from megatrain.optimizer import StreamedAdamW
+from megatrain.optimizer import StreamedOptimizer
 from megatrain.placement import Placement
 from megatrain.report import EvaluationReport, MemoryReport, StepReport, during_step, write_chrome_trace
 from megatrain.rng import preserved
+from megatrain.rules import AdamW, Optimizer
 from megatrain.self_check import buffers_kept, check_model, tiny_batch
-from megatrain.settings import AdamW, Settings, chosen_isa, parse_bytes, resolve_backend
+from megatrain.settings import Settings, chosen_isa, parse_bytes, resolve_backend
 from megatrain.step_runner import StepRunner
 from megatrain.surroundings import Surroundings
 from megatrain.takeover import (
@@ -55,7 +60,7 @@ from megatrain.updates import Updates
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from megatrain._native import CudaBackend, HostBackend
@@ -71,7 +76,7 @@ class StreamedModel:
 
     module: any nn.Module with one or more stacks of blocks (ModuleLists), a Hugging Face model for
         instance. It is taken over: its storage is released tensor by tensor.
-    optimizer: settings of the update, AdamW in fp32 arithmetic.
+    optimizer: settings of the update, `AdamW` or `Lion`, in fp32 arithmetic.
     max_grad_norm: clip the norm of all gradients to this; None for no clipping.
     dtype: of the streamed weights. torch.bfloat16 keeps an exact fp32 master split into the bf16 weight
         and 16 more bits (14 bytes a parameter on the host with gradients and moments); torch.float32
@@ -112,7 +117,7 @@ class StreamedModel:
         self,
         module: nn.Module,
         *,
-        optimizer: AdamW | None = None,
+        optimizer: Optimizer | None = None,
         max_grad_norm: float | None = None,
         dtype: torch.dtype = torch.bfloat16,
         master: str = "split",
@@ -136,6 +141,7 @@ class StreamedModel:
         transfers: Transfers | None = None,
     ) -> None:
         self.settings = Settings(
+            optimizer=optimizer or AdamW(),
             max_grad_norm=max_grad_norm,
             dtype=dtype,
             master=master,
@@ -172,6 +178,7 @@ class StreamedModel:
                 f"{type(module).__name__} has no ModuleList of at least two blocks that it calls; name one with blocks="
             )
         plan = plan_units(module, found, self.settings.tile_format)
+        undecayed = biases_and_norms(module)
         self._plan = plan
         self._unit_by_tile = {unit.tile: unit for unit in plan.units}
         require_memory(plan, self.settings, backend)
@@ -201,6 +208,7 @@ class StreamedModel:
         move_buffers(module, self._blocks, self.device)
         refuse_state_dict(module)
         self._updates.hook_outside()
+        reach_adapters(module, self._blocks, self._router, self._face.by_name)
         self._surroundings = Surroundings(module, self.device, compiled, self._outside_version)
         self._runner = BlockRunner(BlockCaller(compiled), self.device, self._face.is_trainable)
         self._steps = StepRunner(
@@ -218,8 +226,8 @@ class StreamedModel:
             self._weights, self._runner, self._sink, self.device, self._unit_of, self._steps.keeping
         )
         self._router.default = self._direct
-        self.optimizer = StreamedAdamW(
-            optimizer or AdamW(),
+        self.optimizer = StreamedOptimizer(
+            self.settings.optimizer,
             self._tiles,
             self._face.by_name,
             self._updates.apply,
@@ -227,6 +235,7 @@ class StreamedModel:
             self._updates.forget,
             self._weights.mark_moments_edited,
             seed,
+            undecayed,
         )
         self._updates.optimizer = self.optimizer
         self._updates.take_over_edits = self._face.take_over_edits
@@ -378,22 +387,28 @@ class StreamedModel:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward. With gradients on, `loss.backward()` and `optimizer.step()` train it as
         any module; several backwards accumulate. Host tensors are moved to the compute device."""
+        return self._forward(args, kwargs)
+
+    def _forward(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        lazy_logits: bool = False,
+        call: Callable[..., Any] | None = None,
+    ) -> Any:
         with_gradients = torch.is_grad_enabled()
-        if self._direct.cut_short:
-            self._direct.cut_short = False
-            self._steps.recover()
-        self._require_loaded()
+        self._before_forward()
         if with_gradients:
             self._prepare(kwargs if kwargs and not args else None)
-        else:
-            self._face.take_over_edits()
         moved_args, moved_kwargs = self._surroundings.arguments_to_device(args, kwargs)
         uses = self._updates.next_uses
         self._weights.begin_pass([*uses, *(uses[::-1] if with_gradients else [])])
         self._engine.begin_step(self.steps)
         try:
-            with self._surroundings.around([kwargs], caches=not with_gradients):
-                output = self.module(*moved_args, **moved_kwargs)
+            lazily = self._surroundings.lazily() if lazy_logits else nullcontext()
+            with self._surroundings.around([kwargs], caches=not with_gradients), lazily:
+                output = (call or self.module)(*moved_args, **moved_kwargs)
         except BaseException:
             self._steps.recover()
             raise
@@ -419,7 +434,34 @@ class StreamedModel:
         loss = float(torch.stack(losses).sum()) / total if losses else 0.0
         return EvaluationReport(loss=loss, tokens=sum(map(tokens_of, batches)), targets=total)
 
+    def logprobs(self, batch: Mapping[str, Any], *, temperature: float = 1.0) -> torch.Tensor:
+        """Log-probabilities of the labels' tokens, for losses of one's own and plain `backward()`.
+
+        batch: arguments of the module with "labels" (rows, length). Returns fp32 (rows, length) on the compute
+        device: at each position the log-probability of its label under softmax(logits / temperature), given what
+        is before it for causal models; 0 where the label is -100, and at a causal model's first position. Logits
+        are made in chunks, forward and backward, and never held at once. ValueError for labels of another shape.
+
+        With gradients off nothing is kept; PEFT's `model.module.disable_adapter()` around it makes the frozen
+        base the reference model."""
+        return label_logprobs(self, batch, temperature)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own `generate()` in evaluation mode, with its cache of keys and values; arguments and
+        result are those of transformers. Draws from torch's global generators, as transformers does. Weights go
+        through the ring once a token, so many rows at a time are what makes it worth its time. Changes nothing
+        of the training; gradients that wait for `optimizer.step()` stay."""
+        self._before_forward()
+        return generate(self, args, kwargs)
+
     # before a forward
+
+    def _before_forward(self) -> None:
+        if self._direct.cut_short:
+            self._direct.cut_short = False
+            self._steps.recover()
+        self._require_loaded()
+        self._face.take_over_edits()
 
     def _prepare(self, batch: Mapping[str, Any] | None) -> None:
         self._require_loaded()

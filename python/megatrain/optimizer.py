@@ -9,28 +9,26 @@ import torch
 
 from megatrain._native import ParameterUpdate, Section
 from megatrain.rng import rounding_seed
-from megatrain.settings import AdamW, check_hyperparameters
+from megatrain.rules import Optimizer, check_hyperparameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from megatrain.parameters import TileParameter
     from megatrain.tiles import Tiles
     from megatrain.units import TiledParameter
 
-_MOMENTS = {"exp_avg": Section.exp_avg, "exp_avg_sq": Section.exp_avg_sq}
 
-
-class StreamedAdamW(torch.optim.Optimizer):
+class StreamedOptimizer(torch.optim.Optimizer):
     """`model.optimizer`. Groups may be edited and scheduled as those of torch.optim.AdamW; what they say
-    when an update is queued counts. State: `step`, `exp_avg` and `exp_avg_sq`, which are views of the
-    tiles (8-bit moments appear in `state_dict()` only, as fp32 copies); `state_dict()` loads into
-    torch.optim.AdamW and the other way round. What it holds is what the tiles hold, so a state that is
-    saved and loaded resumes to the bit; a foreign one is rounded to the nearest that they can hold."""
+    when an update is queued counts. State: `step`, `exp_avg` and, of AdamW, `exp_avg_sq`, which are views of
+    the tiles (8-bit moments appear in `state_dict()` only, as fp32 copies); `state_dict()` loads into
+    torch.optim.AdamW with the same groups and the other way round. What it holds is what the tiles hold, so a
+    state that is saved and loaded resumes to the bit; a foreign one is rounded to the nearest that they can hold."""
 
     def __init__(
         self,
-        config: AdamW,
+        config: Optimizer,
         tiles: Tiles,
         faces: Mapping[str, TileParameter],
         apply: Callable[[], None],
@@ -38,6 +36,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         forget_gradients: Callable[[], None],
         mark_moments_edited: Callable[[int], None],
         seed: int,
+        undecayed: Collection[str],
     ) -> None:
         self._tiles = tiles
         self._apply = apply
@@ -47,13 +46,21 @@ class StreamedAdamW(torch.optim.Optimizer):
         self._tiled: dict[int, TiledParameter] = {id(faces[p.name]): p for p in tiles.plan.parameters}
         self._face: dict[TiledParameter, TileParameter] = {p: faces[p.name] for p in tiles.plan.parameters}
         self._seeds = {p: rounding_seed(seed, p.name) for p in tiles.plan.parameters}
-        defaults = dict(lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay)
-        super().__init__(self._groups(config), defaults)
+        self._moments = {name: Section.__members__[name] for name in config.moments}
+        super().__init__(self._groups(config, undecayed), config.defaults)
 
-    def _groups(self, config: AdamW) -> list[dict[str, Any]]:
+    def _groups(self, config: Optimizer, undecayed: Collection[str]) -> list[dict[str, Any]]:
         trainable = [face for parameter, face in self._face.items() if parameter.trainable]
         if config.params is None:
-            return [{"params": trainable}]
+            if config.decay_biases_and_norms:
+                return [{"params": trainable, "decays": True}]
+            kept = [face for face in trainable if self._tiled[id(face)].name in undecayed]
+            decayed = [face for face in trainable if self._tiled[id(face)].name not in undecayed]
+            split: list[dict[str, Any]] = [
+                {"params": decayed, "decays": True},
+                {"params": kept, "decays": False, "weight_decay": 0.0},
+            ]
+            return [group for group in split if group["params"]] or split[:1]
         by_original = {id(parameter.original): face for parameter, face in self._face.items()}
         names = self._tiles.plan.names
         groups = []
@@ -126,7 +133,7 @@ class StreamedAdamW(torch.optim.Optimizer):
                     lr=float(group["lr"]),
                     beta1=float(group["betas"][0]),
                     beta2=float(group["betas"][1]),
-                    eps=float(group["eps"]),
+                    eps=float(group.get("eps", 0.0)),
                     weight_decay=float(group["weight_decay"]),
                     step=int(state["step"]),
                     seed=self._seeds[parameter],
@@ -137,7 +144,7 @@ class StreamedAdamW(torch.optim.Optimizer):
     def _new_state(self, parameter: TiledParameter, steps: float) -> dict[str, torch.Tensor]:
         state = {"step": torch.tensor(steps, dtype=torch.float32)}
         if not self._coded(parameter):
-            state |= {name: self._tiles.view(parameter, section) for name, section in _MOMENTS.items()}
+            state |= {name: self._tiles.view(parameter, section) for name, section in self._moments.items()}
         return state
 
     def _coded(self, parameter: TiledParameter) -> bool:
@@ -154,7 +161,7 @@ class StreamedAdamW(torch.optim.Optimizer):
         for index, face in enumerate(faces):
             parameter = self._tiled[id(face)]
             if index in state["state"] and self._coded(parameter):
-                values = {name: self._tiles.moments(parameter, section) for name, section in _MOMENTS.items()}
+                values = {name: self._tiles.moments(parameter, section) for name, section in self._moments.items()}
                 state["state"][index] = state["state"][index] | values
         return state
 
@@ -174,23 +181,28 @@ class StreamedAdamW(torch.optim.Optimizer):
             check_hyperparameters({**self.defaults, **theirs})
             targets += zip(ours["params"], (state_dict["state"].get(key) for key in theirs["params"]), strict=True)
         for face, entry in targets:
-            for name in _MOMENTS:
-                if entry is not None and entry[name].shape != face.shape:
+            if entry is None:
+                continue
+            for name in self._moments:
+                if name not in entry:
+                    own = self._tiled[id(face)].name
+                    raise ValueError(f"the state of {own} has no {name}; it is of another optimizer")
+                if entry[name].shape != face.shape:
                     raise ValueError(
                         f"{name} of {self._tiled[id(face)].name} has shape {tuple(entry[name].shape)}, "
                         f"the parameter {tuple(face.shape)}"
                     )
         # Views first: a state that came from this optimizer must be read before it is overwritten.
-        fresh = [None if e is None else (float(e["step"]), e["exp_avg"], e["exp_avg_sq"]) for _, e in targets]
+        fresh = [None if e is None else (float(e["step"]), *(e[name] for name in self._moments)) for _, e in targets]
         for (face, _), values in zip(targets, fresh, strict=True):
             parameter = self._tiled[id(face)]
             if values is None:
-                for section in _MOMENTS.values():
+                for section in self._moments.values():
                     self._tiles.view(parameter, section).zero_()
                 self.state.pop(face, None)
                 continue
             steps, *moments = values
-            for section, moment in zip(_MOMENTS.values(), moments, strict=True):
+            for section, moment in zip(self._moments.values(), moments, strict=True):
                 self._tiles.write_moments(parameter, section, moment)
             self.state[face] = self._new_state(parameter, steps)
         for tile in {self._tiled[id(face)].tile for face, _ in targets}:

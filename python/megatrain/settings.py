@@ -2,57 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from megatrain._native import CudaBackend, HostBackend, TileFormat, cuda_device_count, cuda_unavailable_reason
 from megatrain.placement import Placement
+from megatrain.rules import AdamW, Optimizer
 from megatrain.transfers import Transfers
-
-ParameterGroups = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdamW:
-    """AdamW with decoupled weight decay, as torch.optim.AdamW (Loshchilov and Hutter, 2017).
-
-    `params`: parameter groups as torch takes them, each a mapping with "params" (parameters of the
-    module as it was before it was streamed, or their names) and any of lr, betas, eps, weight_decay;
-    None puts every trainable parameter into one group."""
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    params: ParameterGroups | None = None
-
-    def __post_init__(self) -> None:
-        check_hyperparameters(dict(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay))
-
-
-def check_hyperparameters(group: Mapping[str, Any]) -> None:
-    """ValueError with the name, the value and the limit of the first that is out of range."""
-    for name in ("lr", "eps", "weight_decay"):
-        value = float(group[name])
-        if not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"{name} is {value}; it must be finite and at least 0")
-    for name in ("amsgrad", "maximize"):
-        if group.get(name):
-            raise ValueError(f"{name} is {group[name]}; the streamed AdamW does not have it")
-    for index, beta in enumerate(group["betas"]):
-        if not 0 <= float(beta) < 1:
-            raise ValueError(f"betas[{index}] is {beta}; it must be at least 0 and below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """The knobs of StreamedModel; its docstring explains them."""
 
+    optimizer: Optimizer = field(default_factory=AdamW)
     max_grad_norm: float | None = None
     dtype: torch.dtype = torch.bfloat16
     master: str = "split"
@@ -92,7 +57,7 @@ class Settings:
     @property
     def tile_format(self) -> TileFormat:
         bf16 = "bf16_split" if self.master == "split" else "bf16"
-        return TileFormat(bf16 if self.dtype == torch.bfloat16 else "fp32", self.moments)
+        return TileFormat(bf16 if self.dtype == torch.bfloat16 else "fp32", self.moments, self.optimizer.rule)
 
 
 def chosen_isa(isa: str) -> str:

@@ -34,13 +34,19 @@ class Surroundings:
         """For the forwards of these batches. `caches` leaves caching to the module's configuration."""
         with self.own_arithmetic(caches=caches):
             # Without labels somebody wants the logits themselves.
-            if self._head is None or not any("labels" in batch for batch in batches):
+            with self.lazily() if any("labels" in batch for batch in batches) else nullcontext():
                 yield
-                return
-            with lazy_head(
-                self._head, self._warn_full_logits, compile=self._compiled, weights_version=self._weights_version
-            ):
-                yield
+
+    @contextmanager
+    def lazily(self) -> Iterator[None]:
+        """Logits are made when something other than their loss asks for them, though no batch has labels."""
+        if self._head is None:
+            yield
+            return
+        with lazy_head(
+            self._head, self._warn_full_logits, compile=self._compiled, weights_version=self._weights_version
+        ):
+            yield
 
     @contextmanager
     def own_arithmetic(self, *, caches: bool = False) -> Iterator[None]:

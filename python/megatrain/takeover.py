@@ -32,12 +32,19 @@ class Router:
         self.default: Callable[[Block, tuple[Any, ...], dict[str, Any]], Any] | None = None
         self.override: Mapping[TiledParameter, torch.Tensor] | None = None
         """Weights to use outside the stacks in place of the tiles' (the self-check)."""
+        self.blocks_shown = False
+        """Whoever walks the module finds what is inside the blocks, too."""
         self._local = threading.local()
 
     def __call__(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         handler = getattr(self._local, "handler", None) or self.default
         assert handler is not None
         return handler(block, args, kwargs)
+
+    @property
+    def handled_here(self) -> bool:
+        """This thread's calls have a handler of their own."""
+        return getattr(self._local, "handler", None) is not None
 
     def handle_here(self, handler: Callable[[Block, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         """Calls in this thread go to `handler` from now on."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatrain._native import Engine
     from megatrain.device_weights import DeviceWeights
     from megatrain.gradients import GradientSink
-    from megatrain.optimizer import StreamedAdamW
+    from megatrain.optimizer import StreamedOptimizer
     from megatrain.settings import Settings
     from megatrain.tiles import Tiles
     from megatrain.units import TiledParameter, Unit
@@ -37,7 +37,7 @@ class Updates:
         self._weights = weights
         self._sink = sink
         self.settings = settings
-        self.optimizer: StreamedAdamW
+        self.optimizer: StreamedOptimizer
         self.take_over_edits: Callable[[], None]
         """Both set once what they need exists."""
         self.next_uses: list[int] = [unit.tile for unit in self._plan.units]

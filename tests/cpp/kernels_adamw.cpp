@@ -1,4 +1,4 @@
-// The CUDA update against the scalar one, bit for bit, in every precision mode.
+// The CUDA updates against those of the host, bit for bit, in every precision mode.
 #include <cuda_runtime_api.h>
 #include <gtest/gtest.h>
 
@@ -9,6 +9,7 @@
 #include "device/backend.h"
 #include "device_memory.h"
 #include "kernels/device_adamw.h"
+#include "kernels/device_lion.h"
 #include "optim_formats.h"
 
 namespace megatrain {
@@ -23,7 +24,8 @@ void ok(cudaError_t code) { ASSERT_EQ(code, cudaSuccess) << cudaGetErrorString(c
 // The arrays of a parameter on the device. They begin 256 bytes apart at least, as cudaMalloc aligns.
 class OnDevice {
  public:
-  explicit OnDevice(FormattedParameter& parameter) : parameter_(parameter) {
+  explicit OnDevice(FormattedParameter& parameter, Rule rule = Rule::kAdamW)
+      : parameter_(parameter), rule_(rule) {
     for (std::size_t i = 0; i < arrays_.size(); ++i) {
       const auto from = parameter.arrays()[i];
       arrays_[i] = static_cast<std::byte*>(testing::cuda_allocate(0, std::max<std::size_t>(from.size(), 1)));
@@ -39,7 +41,10 @@ class OnDevice {
     testing::cuda_free(non_finite_);
   }
 
-  void update(const AdamWStep& step) { queue_adamw(step, parameter_.span_in(arrays_), non_finite_, 0); }
+  void update(const UpdateStep& step) {
+    const auto queue = rule_ == Rule::kLion ? queue_lion : queue_adamw;
+    queue(step, parameter_.span_in(arrays_), non_finite_, 0);
+  }
   // Copies everything back; whether all weights were finite.
   bool finish() {
     for (std::size_t i = 0; i < arrays_.size(); ++i) {
@@ -53,11 +58,12 @@ class OnDevice {
 
  private:
   FormattedParameter& parameter_;
+  Rule rule_;
   std::array<std::byte*, FormattedParameter::kArrays> arrays_{};
   int* non_finite_ = nullptr;
 };
 
-AdamWStep some_step(int which) {
+UpdateStep some_step(int which) {
   switch (which) {
     case 0:
       return {.lr = 1e-3, .beta2 = 0.95, .weight_decay = 0.1, .step = 3, .gradient_scale = 0.37f, .seed = 5};
@@ -66,6 +72,11 @@ AdamWStep some_step(int which) {
     default:
       return {.lr = 0.1, .beta1 = 0.3, .beta2 = 0, .eps = 1e-12, .weight_decay = 0.01, .step = 1};
   }
+}
+
+UpdateSpan lion(UpdateSpan span) {
+  span.rule = Rule::kLion;
+  return span;
 }
 
 class DeviceAdamW : public ::testing::TestWithParam<Formats> {
@@ -89,9 +100,9 @@ TEST_P(DeviceAdamW, EqualsScalarAtEveryLengthAndAlignment) {
         OnDevice device(got);
         bool finite = true;
         for (int repeat = 0; repeat < 3; ++repeat) {
-          AdamWStep step = some_step(which);
+          UpdateStep step = some_step(which);
           step.step += repeat;
-          finite &= adamw(Isa::kScalar, step, expected.span());
+          finite &= apply_update(Isa::kScalar, step, expected.span());
           device.update(step);
         }
         EXPECT_EQ(device.finish(), finite);
@@ -109,7 +120,7 @@ TEST_P(DeviceAdamW, EqualsScalarFromAnOddElementOn) {
   FormattedParameter got = expected;
   OnDevice device(got);
   device.update(some_step(0));
-  EXPECT_EQ(adamw(Isa::kScalar, some_step(0), expected.span()), device.finish());
+  EXPECT_EQ(apply_update(Isa::kScalar, some_step(0), expected.span()), device.finish());
   EXPECT_TRUE(got == expected);
 }
 
@@ -120,7 +131,7 @@ TEST_P(DeviceAdamW, EqualsScalarWhereTheUpperHalfOfTheIndexChanges) {
   FormattedParameter got = expected;
   OnDevice device(got);
   device.update(some_step(0));
-  EXPECT_EQ(adamw(Isa::kScalar, some_step(0), expected.span()), device.finish());
+  EXPECT_EQ(apply_update(Isa::kScalar, some_step(0), expected.span()), device.finish());
   EXPECT_TRUE(got == expected);
 }
 
@@ -145,6 +156,33 @@ TEST_P(DeviceAdamW, ANonFiniteWeightIsReportedWhereverItStandsAndIsWritten) {
       }
     }
   }
+}
+
+TEST_P(DeviceAdamW, LionEqualsTheHosts) {
+  std::uint64_t seed = 500;
+  for (const std::size_t count : {0, 1, 127, 128, 129, 1000, 100003}) {
+    for (const std::int64_t first : {std::int64_t{0}, (std::int64_t{1} << 32) - 512}) {
+      Values values(++seed);
+      FormattedParameter expected(GetParam(), count, 0, first);
+      expected.fill_any(values);
+      FormattedParameter got = expected;
+      OnDevice device(got, Rule::kLion);
+      bool finite = true;
+      for (int repeat = 0; repeat < 3; ++repeat) {
+        UpdateStep step = some_step(0);
+        step.step += repeat;
+        finite &= apply_update(Isa::kScalar, step, lion(expected.span()));
+        device.update(step);
+      }
+      EXPECT_EQ(device.finish(), finite);
+      ASSERT_TRUE(got == expected) << count << " from " << first << ", seed " << seed;
+    }
+  }
+  FormattedParameter parameter(GetParam(), 200);
+  parameter.set_gradient(150, std::numeric_limits<float>::quiet_NaN());
+  OnDevice device(parameter, Rule::kLion);
+  device.update({});
+  EXPECT_FALSE(device.finish());
 }
 
 TEST_P(DeviceAdamW, SettingsWithoutMeaningAreRefused) {

@@ -24,7 +24,7 @@ struct Reference {
   explicit Reference(const Parameter& from)
       : weight(from.weight.begin(), from.weight.end()), exp_avg(weight.size()), exp_avg_sq(weight.size()) {}
 
-  void update(const AdamWStep& s, std::size_t i, double gradient) {
+  void update(const UpdateStep& s, std::size_t i, double gradient) {
     const double g = gradient * s.gradient_scale;
     exp_avg[i] = s.beta1 * exp_avg[i] + (1 - s.beta1) * g;
     exp_avg_sq[i] = s.beta2 * exp_avg_sq[i] + (1 - s.beta2) * g * g;
@@ -55,14 +55,14 @@ TEST_P(AdamW, AgreesWithAFloat64ReferenceInBothFormats) {
         split.gradient16[i] = testing::to_bf16(whole.gradient[i]);
         largest[i] = std::max(largest[i], 1.01 * std::abs(whole.gradient[i]));
       }
-      const AdamWStep settings{
+      const UpdateStep settings{
           .lr = lr, .beta1 = beta1, .beta2 = 0.95, .weight_decay = 0.1, .step = step, .gradient_scale = 0.5f};
       for (std::size_t i = 0; i < whole.count; ++i) {
         whole_reference.update(settings, i, whole.gradient[i]);
         split_reference.update(settings, i, testing::from_bf16(split.gradient16[i]));
       }
-      ASSERT_TRUE(adamw(GetParam(), settings, whole.float_span()));
-      ASSERT_TRUE(adamw(GetParam(), settings, split.split_span()));
+      ASSERT_TRUE(apply_update(GetParam(), settings, whole.float_span()));
+      ASSERT_TRUE(apply_update(GetParam(), settings, split.split_span()));
     }
     const std::vector<float> joined = split.joined();
     const auto expect_close = [&](const Parameter& got, const std::vector<float>& weight,
@@ -86,9 +86,9 @@ TEST_P(AdamW, ZeroGradientsWithoutDecayDoNotMoveWeights) {
   before.split();
   Parameter after = before;
   for (int step = 1; step <= 5; ++step) {
-    const AdamWStep settings{.lr = 0.1, .weight_decay = 0, .step = step};
-    ASSERT_TRUE(adamw(GetParam(), settings, after.split_span()));
-    ASSERT_TRUE(adamw(GetParam(), settings, after.float_span()));
+    const UpdateStep settings{.lr = 0.1, .weight_decay = 0, .step = step};
+    ASSERT_TRUE(apply_update(GetParam(), settings, after.split_span()));
+    ASSERT_TRUE(apply_update(GetParam(), settings, after.float_span()));
   }
   EXPECT_TRUE(same_bits(after, before));
 }
@@ -102,7 +102,7 @@ TEST_P(AdamW, MomentsReachExactlyZeroUnderZeroGradientsAndAreNeverDenormal) {
   }
   const float smallest_normal = std::numeric_limits<float>::min();
   for (int step = 1; step <= 100; ++step) {
-    ASSERT_TRUE(adamw(GetParam(), {.beta2 = 0.9, .step = step}, parameter.float_span()));
+    ASSERT_TRUE(apply_update(GetParam(), {.beta2 = 0.9, .step = step}, parameter.float_span()));
     for (std::size_t i = 0; i < parameter.count; ++i) {
       for (const float moment : {parameter.exp_avg[i], parameter.exp_avg_sq[i]}) {
         ASSERT_TRUE(moment == 0 || std::abs(moment) >= smallest_normal) << moment << " at step " << step;
@@ -121,7 +121,7 @@ TEST_P(AdamW, ADenormalGradientCountsAsZeroAndTheSmallestNormalOneDoesNot) {
   for (std::size_t i = 0; i < parameter.count; ++i) {
     parameter.gradient[i] = std::nextafter(smallest_normal, i % 2 ? 1.0f : 0.0f);
   }
-  ASSERT_TRUE(adamw(GetParam(), {.beta1 = 0, .step = 1}, parameter.float_span()));
+  ASSERT_TRUE(apply_update(GetParam(), {.beta1 = 0, .step = 1}, parameter.float_span()));
   for (std::size_t i = 0; i < parameter.count; ++i) {
     EXPECT_EQ(parameter.exp_avg[i], i % 2 ? parameter.gradient[i] : 0.0f) << i;
     EXPECT_EQ(parameter.weight[i] != 0, i % 2 == 1) << i;
@@ -135,13 +135,13 @@ TEST_P(AdamW, ANonFiniteWeightIsReportedWhereverItStandsAndIsWritten) {
                               std::numeric_limits<float>::quiet_NaN()}) {
         Parameter parameter(0, count);
         parameter.weight[at] = bad;
-        EXPECT_FALSE(adamw(GetParam(), {}, parameter.float_span())) << count << " " << at;
+        EXPECT_FALSE(apply_update(GetParam(), {}, parameter.float_span())) << count << " " << at;
         EXPECT_FALSE(std::isfinite(parameter.weight[at]));
 
         Parameter from_gradient(0, count);
         from_gradient.gradient16[at] = testing::to_bf16(std::numeric_limits<float>::quiet_NaN());
         ASSERT_TRUE(std::isnan(testing::from_bf16(from_gradient.gradient16[at])));
-        EXPECT_FALSE(adamw(GetParam(), {}, from_gradient.split_span())) << count << " " << at;
+        EXPECT_FALSE(apply_update(GetParam(), {}, from_gradient.split_span())) << count << " " << at;
         EXPECT_TRUE(std::isnan(from_gradient.exp_avg[at]));
       }
     }
@@ -156,9 +156,9 @@ TEST_P(AdamW, NonFiniteNeighboursOfTheSpanAreNotReported) {
       if (i < 3 || i >= 3 + count) parameter.weight[i] = std::numeric_limits<float>::quiet_NaN();
     }
     parameter.split();
-    EXPECT_TRUE(adamw(GetParam(), {.eps = 0, .weight_decay = 0}, Parameter(0, 0).float_span()));
-    EXPECT_TRUE(adamw(GetParam(), {}, parameter.float_span())) << count;
-    EXPECT_TRUE(adamw(GetParam(), {}, parameter.split_span())) << count;
+    EXPECT_TRUE(apply_update(GetParam(), {.eps = 0, .weight_decay = 0}, Parameter(0, 0).float_span()));
+    EXPECT_TRUE(apply_update(GetParam(), {}, parameter.float_span())) << count;
+    EXPECT_TRUE(apply_update(GetParam(), {}, parameter.split_span())) << count;
   }
 }
 
@@ -169,7 +169,7 @@ TEST_P(AdamW, OrdinaryStepMovesEveryWeightByAboutTheLearningRate) {
     parameter.gradient[i] = i % 2 ? 1e-4f : -1e-4f;
   }
   parameter.split();
-  ASSERT_TRUE(adamw(GetParam(), {.lr = 1e-5, .weight_decay = 0}, parameter.split_span()));
+  ASSERT_TRUE(apply_update(GetParam(), {.lr = 1e-5, .weight_decay = 0}, parameter.split_span()));
   const std::vector<float> weight = parameter.joined();
   for (std::size_t i = 0; i < parameter.count; ++i) {
     EXPECT_NEAR(weight[i] - 1.0f, i % 2 ? -1e-5 : 1e-5, 1.2e-7) << i;  // one ulp at 1.0

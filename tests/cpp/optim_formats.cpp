@@ -18,7 +18,7 @@ using testing::Formats;
 using testing::FormattedParameter;
 using testing::Values;
 
-AdamWStep some_step(int which) {
+UpdateStep some_step(int which) {
   switch (which) {
     case 0:
       return {.lr = 1e-3, .beta2 = 0.95, .weight_decay = 0.1, .step = 3, .gradient_scale = 0.37f, .seed = 5};
@@ -52,15 +52,15 @@ TEST_P(Mode, EqualsScalarAtEveryLengthAndTouchesNothingElse) {
         expected.fill_any(values);
         FormattedParameter got = expected;
         for (int repeat = 0; repeat < 3; ++repeat) {
-          AdamWStep step = some_step(which);
+          UpdateStep step = some_step(which);
           step.step += repeat;
-          const bool finite = adamw(Isa::kScalar, step, expected.span());
-          EXPECT_EQ(adamw(isa(), step, got.span()), finite);
+          const bool finite = apply_update(Isa::kScalar, step, expected.span());
+          EXPECT_EQ(apply_update(isa(), step, got.span()), finite);
         }
         ASSERT_TRUE(got == expected) << count << " at " << offset << ", seed " << seed;
-        AdamWSpan before = got.span();
+        UpdateSpan before = got.span();
         before.count = 0;
-        EXPECT_TRUE(adamw(isa(), some_step(which), before));
+        EXPECT_TRUE(apply_update(isa(), some_step(which), before));
         EXPECT_TRUE(got == expected) << "an empty span was written";
       }
     }
@@ -76,14 +76,14 @@ TEST_P(Mode, DoesNotDependOnWhereASpanIsCut) {
     whole.fill_any(values);
     FormattedParameter cut = whole;
     FormattedParameter scalar = whole;
-    const AdamWStep step = some_step(0);
-    (void)adamw(Isa::kScalar, step, scalar.span());
-    (void)adamw(isa(), step, whole.span());
+    const UpdateStep step = some_step(0);
+    (void)apply_update(Isa::kScalar, step, scalar.span());
+    (void)apply_update(isa(), step, whole.span());
     for (std::int64_t begin = 0; begin < kEnd;) {
       const std::int64_t end = std::min(begin + (begin == 0 ? 128 : 384), kEnd);
-      AdamWSpan part = rest_of(cut.span(), begin);
+      UpdateSpan part = rest_of(cut.span(), begin);
       part.count = end - begin;
-      (void)adamw(isa(), step, part);
+      (void)apply_update(isa(), step, part);
       begin = end;
     }
     EXPECT_TRUE(whole == scalar) << first;
@@ -99,13 +99,13 @@ TEST_P(Mode, SpansMayBeginAndEndBetweenTheTwoElementsThatShareARandomWord) {
     FormattedParameter expected(formats(), 300, 0, first);
     expected.fill_any(values);
     FormattedParameter cut = expected;
-    const AdamWStep step = some_step(0);
-    (void)adamw(Isa::kScalar, step, expected.span());
+    const UpdateStep step = some_step(0);
+    (void)apply_update(Isa::kScalar, step, expected.span());
     std::int64_t begin = 0;
     for (const std::int64_t end : {1, 2, 35, 100, 101, 300}) {
-      AdamWSpan part = rest_of(cut.span(), begin);
+      UpdateSpan part = rest_of(cut.span(), begin);
       part.count = end - begin;
-      (void)adamw(isa(), step, part);
+      (void)apply_update(isa(), step, part);
       begin = end;
     }
     EXPECT_TRUE(cut == expected) << first;
@@ -128,16 +128,16 @@ TEST_P(Mode, AgreesWithFloat64Elementwise) {
     }
     const std::vector<float> old_m = parameter.moments(Moment::kExpAvg);
     const std::vector<float> old_v = parameter.moments(Moment::kExpAvgSq);
-    ASSERT_TRUE(adamw(isa(),
-                      {.lr = kLr,
-                       .beta1 = kBeta1,
-                       .beta2 = kBeta2,
-                       .eps = kEps,
-                       .weight_decay = kDecay,
-                       .step = step,
-                       .gradient_scale = static_cast<float>(kScale),
-                       .seed = 9},
-                      parameter.span()));
+    ASSERT_TRUE(apply_update(isa(),
+                             {.lr = kLr,
+                              .beta1 = kBeta1,
+                              .beta2 = kBeta2,
+                              .eps = kEps,
+                              .weight_decay = kDecay,
+                              .step = step,
+                              .gradient_scale = static_cast<float>(kScale),
+                              .seed = 9},
+                             parameter.span()));
     const std::vector<float> m = parameter.moments(Moment::kExpAvg);
     const std::vector<float> v = parameter.moments(Moment::kExpAvgSq);
     for (std::size_t i = 0; i < parameter.count(); ++i) {
@@ -174,7 +174,7 @@ TEST_P(Mode, ZeroGradientsWithoutDecayDoNotMoveWeights) {
   for (std::size_t i = 0; i < before.count(); ++i) before.set_weight(i, values.any(0.02f, 1e30f));
   FormattedParameter after = before;
   for (int step = 1; step <= 5; ++step) {
-    ASSERT_TRUE(adamw(isa(), {.lr = 0.1, .weight_decay = 0, .step = step, .seed = 3}, after.span()));
+    ASSERT_TRUE(apply_update(isa(), {.lr = 0.1, .weight_decay = 0, .step = step, .seed = 3}, after.span()));
   }
   for (std::size_t i = 0; i < before.count(); ++i) {
     ASSERT_EQ(bits_of(after.weight(i)), bits_of(before.weight(i))) << i;
@@ -191,12 +191,12 @@ TEST_P(Mode, ANonFiniteWeightIsReportedWhereverItStandsAndIsWritten) {
       for (const float bad : {kInfinity, -kInfinity, std::numeric_limits<float>::quiet_NaN()}) {
         FormattedParameter of_weight(formats(), count);
         of_weight.set_weight(at, bad);
-        EXPECT_FALSE(adamw(isa(), {}, of_weight.span())) << count << " " << at;
+        EXPECT_FALSE(apply_update(isa(), {}, of_weight.span())) << count << " " << at;
         EXPECT_FALSE(std::isfinite(of_weight.weight(at)));
 
         FormattedParameter of_gradient(formats(), count);
         of_gradient.set_gradient(at, bad);
-        EXPECT_FALSE(adamw(isa(), {}, of_gradient.span())) << count << " " << at;
+        EXPECT_FALSE(apply_update(isa(), {}, of_gradient.span())) << count << " " << at;
         EXPECT_FALSE(std::isfinite(of_gradient.weight(at)));
         EXPECT_FALSE(std::isfinite(of_gradient.moments(Moment::kExpAvg)[at]));
         for (std::size_t i = 0; i < count; ++i) {
@@ -210,14 +210,14 @@ TEST_P(Mode, ANonFiniteWeightIsReportedWhereverItStandsAndIsWritten) {
 
 TEST(AdamWSpans, EightBitMomentsBeginAtABlock) {
   FormattedParameter parameter({WeightFormat::kFp32, MomentFormat::kInt8}, 100, 0, 64);
-  EXPECT_THROW((void)adamw(Isa::kScalar, {}, parameter.span()), CallerError);
+  EXPECT_THROW((void)apply_update(Isa::kScalar, {}, parameter.span()), CallerError);
   FormattedParameter negative({WeightFormat::kFp32, MomentFormat::kFp32}, 100, 0, -1);
-  EXPECT_THROW((void)adamw(Isa::kScalar, {}, negative.span()), CallerError);
+  EXPECT_THROW((void)apply_update(Isa::kScalar, {}, negative.span()), CallerError);
 }
 
 TEST(AdamWBytes, AreThoseOfTheDesign) {
   const auto bytes = [](WeightFormat weights, MomentFormat moments, std::int64_t count) {
-    return adamw_bytes(weights, moments, count);
+    return update_bytes(weights, moments, count);
   };
   EXPECT_EQ(bytes(WeightFormat::kBf16Split, MomentFormat::kFp32, 10), 260);
   EXPECT_EQ(bytes(WeightFormat::kFp32, MomentFormat::kFp32, 10), 280);

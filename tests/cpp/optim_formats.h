@@ -67,7 +67,7 @@ class FormattedParameter {
             std::as_writable_bytes(std::span(low_)),
             std::as_writable_bytes(std::span(exponents_))};
   }
-  AdamWSpan span_in(const std::array<std::byte*, kArrays>& at) const {
+  UpdateSpan span_in(const std::array<std::byte*, kArrays>& at) const {
     return {.weight_format = formats_.weights,
             .moment_format = formats_.moments,
             .weight = at[0] + offset_ * weight_bytes(),
@@ -80,7 +80,7 @@ class FormattedParameter {
             .count = static_cast<std::int64_t>(count_),
             .first = first_};
   }
-  AdamWSpan span() {
+  UpdateSpan span() {
     std::array<std::byte*, kArrays> own;
     for (std::size_t i = 0; i < kArrays; ++i) own[i] = arrays()[i].data();
     return span_in(own);
@@ -177,7 +177,7 @@ class FormattedParameter {
     }
   }
   MomentSpan moment_span(Moment moment) {
-    const AdamWSpan all = span();
+    const UpdateSpan all = span();
     const bool first = moment == Moment::kExpAvg;
     return {moment, formats_.moments, first ? all.exp_avg : all.exp_avg_sq,
             first ? all.exp_avg_exponents : all.exp_avg_sq_exponents, all.count};

@@ -174,8 +174,8 @@ TEST(Rounding, IsKeyedBySeedStepAndIndex) {
       parameter.set_gradient(i, 1.0f);
     }
     // lr makes the way a fraction of the distance between neighbours.
-    EXPECT_TRUE(
-        adamw(Isa::kScalar, {.lr = 1e-3, .weight_decay = 0, .step = step, .seed = seed}, parameter.span()));
+    EXPECT_TRUE(apply_update(Isa::kScalar, {.lr = 1e-3, .weight_decay = 0, .step = step, .seed = seed},
+                             parameter.span()));
     std::vector<float> weights;
     for (std::size_t i = 0; i < parameter.count(); ++i) weights.push_back(parameter.weight(i));
     return weights;
@@ -196,8 +196,8 @@ TEST(Rounding, WeightsMoveByTheLearningRateOnAverageWhereBf16AloneWouldNotMove) 
   }
   constexpr int kSteps = 20;
   for (int step = 1; step <= kSteps; ++step) {
-    ASSERT_TRUE(
-        adamw(supported_isas().back(), {.lr = 1e-5, .weight_decay = 0, .step = step}, parameter.span()));
+    ASSERT_TRUE(apply_update(supported_isas().back(), {.lr = 1e-5, .weight_decay = 0, .step = step},
+                             parameter.span()));
   }
   double sum = 0;
   for (std::size_t i = 0; i < kCount; ++i) sum += 1.0 - parameter.weight(i);

@@ -20,7 +20,7 @@ using testing::Values;
 
 constexpr std::size_t kLengths[] = {0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 1000, 4097};
 
-AdamWStep some_step(int which) {
+UpdateStep some_step(int which) {
   switch (which) {
     case 0:
       return {.lr = 1e-3, .beta2 = 0.95, .weight_decay = 0.1, .step = 3, .gradient_scale = 0.37f};
@@ -45,17 +45,17 @@ TEST_P(Variant, EqualsScalarAtEveryLengthAndOffset) {
         expected.fill_any(values);
         Parameter got = expected;
         for (int repeat = 0; repeat < 2; ++repeat) {
-          AdamWStep step = some_step(which);
+          UpdateStep step = some_step(which);
           step.step += repeat;
-          const bool expected_finite = adamw(Isa::kScalar, step, expected.split_span());
-          EXPECT_EQ(adamw(GetParam(), step, got.split_span()), expected_finite);
+          const bool expected_finite = apply_update(Isa::kScalar, step, expected.split_span());
+          EXPECT_EQ(apply_update(GetParam(), step, got.split_span()), expected_finite);
         }
         ASSERT_TRUE(same_bits(got, expected)) << "split, " << count << " at " << offset << ", seed " << seed;
         for (int repeat = 0; repeat < 2; ++repeat) {
-          AdamWStep step = some_step(which);
+          UpdateStep step = some_step(which);
           step.step += repeat;
-          const bool expected_finite = adamw(Isa::kScalar, step, expected.float_span());
-          EXPECT_EQ(adamw(GetParam(), step, got.float_span()), expected_finite);
+          const bool expected_finite = apply_update(Isa::kScalar, step, expected.float_span());
+          EXPECT_EQ(apply_update(GetParam(), step, got.float_span()), expected_finite);
         }
         ASSERT_TRUE(same_bits(got, expected)) << "fp32, " << count << " at " << offset << ", seed " << seed;
       }
@@ -69,8 +69,8 @@ TEST_P(Variant, TouchesNothingOutsideTheSpan) {
     Parameter before(5, count);
     before.fill_any(values);
     Parameter after = before;
-    (void)adamw(GetParam(), some_step(0), after.split_span());
-    (void)adamw(GetParam(), some_step(0), after.float_span());
+    (void)apply_update(GetParam(), some_step(0), after.split_span());
+    (void)apply_update(GetParam(), some_step(0), after.float_span());
     for (std::size_t i = 0; i < before.size(); ++i) {
       if (i >= 5 && i < 5 + count) {
         after.weight[i] = before.weight[i], after.high[i] = before.high[i], after.low[i] = before.low[i];
@@ -92,9 +92,9 @@ TEST_P(Variant, SplitEqualsFloatOnTheSameGradient) {
   parameter.split();
   Parameter split = parameter;
   for (int step = 1; step <= 20; ++step) {
-    const AdamWStep settings{.lr = 1e-3, .weight_decay = 0.1, .step = step};
-    ASSERT_TRUE(adamw(GetParam(), settings, split.split_span()));
-    ASSERT_TRUE(adamw(GetParam(), settings, parameter.float_span()));
+    const UpdateStep settings{.lr = 1e-3, .weight_decay = 0.1, .step = step};
+    ASSERT_TRUE(apply_update(GetParam(), settings, split.split_span()));
+    ASSERT_TRUE(apply_update(GetParam(), settings, parameter.float_span()));
   }
   EXPECT_TRUE(same_bits(split.joined(), parameter.weight));
   EXPECT_TRUE(same_bits(split.exp_avg, parameter.exp_avg));
@@ -107,14 +107,14 @@ TEST_P(Variant, DoesNotDependOnTheThreadsFloatModes) {
   Parameter expected(1, 1000);
   expected.fill_any(values);
   Parameter got = expected;
-  (void)adamw(GetParam(), some_step(0), expected.split_span());
-  (void)adamw(GetParam(), some_step(0), expected.float_span());
+  (void)apply_update(GetParam(), some_step(0), expected.split_span());
+  (void)apply_update(GetParam(), some_step(0), expected.float_span());
 
   const unsigned saved = _mm_getcsr();
   const unsigned flush_and_round_up = saved | 0x8040 | _MM_ROUND_UP;
   _mm_setcsr(flush_and_round_up);
-  (void)adamw(GetParam(), some_step(0), got.split_span());
-  (void)adamw(GetParam(), some_step(0), got.float_span());
+  (void)apply_update(GetParam(), some_step(0), got.split_span());
+  (void)apply_update(GetParam(), some_step(0), got.float_span());
   const unsigned after = _mm_getcsr() & ~_MM_EXCEPT_MASK;
   _mm_setcsr(saved);
   EXPECT_EQ(after, flush_and_round_up & ~_MM_EXCEPT_MASK) << "the thread's modes were not restored";
@@ -127,19 +127,19 @@ TEST(AdamW, AnInstructionSetThatThisCpuLacksIsRefused) {
   const auto isas = supported_isas();
   for (const Isa isa : {Isa::kAvx2, Isa::kAvx512, Isa::kNeon, static_cast<Isa>(99)}) {
     if (std::find(isas.begin(), isas.end(), isa) != isas.end()) continue;
-    EXPECT_THROW((void)adamw(isa, {}, parameter.split_span()), CallerError);
-    EXPECT_THROW((void)adamw(isa, {}, parameter.float_span()), CallerError);
+    EXPECT_THROW((void)apply_update(isa, {}, parameter.split_span()), CallerError);
+    EXPECT_THROW((void)apply_update(isa, {}, parameter.float_span()), CallerError);
   }
 }
 
 TEST(AdamW, SettingsWithoutMeaningAreRefused) {
   Parameter parameter(0, 1);
-  EXPECT_THROW((void)adamw(Isa::kScalar, {.step = 0}, parameter.split_span()), CallerError);
-  EXPECT_THROW((void)adamw(Isa::kScalar, {.beta1 = 1.0}, parameter.float_span()), CallerError);
-  EXPECT_THROW((void)adamw(Isa::kScalar, {.beta2 = -0.1}, parameter.float_span()), CallerError);
+  EXPECT_THROW((void)apply_update(Isa::kScalar, {.step = 0}, parameter.split_span()), CallerError);
+  EXPECT_THROW((void)apply_update(Isa::kScalar, {.beta1 = 1.0}, parameter.float_span()), CallerError);
+  EXPECT_THROW((void)apply_update(Isa::kScalar, {.beta2 = -0.1}, parameter.float_span()), CallerError);
   AdamWFloatSpan negative = parameter.float_span();
   negative.count = -1;
-  EXPECT_THROW((void)adamw(Isa::kScalar, {}, negative), CallerError);
+  EXPECT_THROW((void)apply_update(Isa::kScalar, {}, negative), CallerError);
 }
 
 }  // namespace

@@ -67,7 +67,7 @@ class ControlledBackend final : public Backend {
     before_copy(kind);
     inner_->copy(destination, source, bytes, kind, stream);
   }
-  void update(const AdamWStep& step, const AdamWSpan& span, int* non_finite, StreamView stream) override {
+  void update(const UpdateStep& step, const UpdateSpan& span, int* non_finite, StreamView stream) override {
     inner_->update(step, span, non_finite, stream);
   }
   void poison(void* device, std::size_t bytes) override { inner_->poison(device, bytes); }
@@ -138,7 +138,7 @@ struct SmallEngine {
   }
   // Pure decay: a step with lr 1 and decay 0.5 halves the weight where the gradient is zero.
   void halve(int tile, std::int64_t priority = 0) {
-    AdamWStep step;
+    UpdateStep step;
     step.lr = 1;
     step.weight_decay = 0.5;
     engine->update(tile, {{0, step}}, 1.0f, priority);

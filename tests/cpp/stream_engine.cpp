@@ -176,7 +176,7 @@ TEST(UpdateQueue, KeepsTheUpdatesOfOneTileInOrder) {
   SmallEngine small(backend, 3, 1);
   small.halve(2, 0);
   latch.wait_for_visitor();
-  AdamWStep first;
+  UpdateStep first;
   first.lr = 0.125;
   first.weight_decay = 0;
   first.step = 1;

@@ -157,7 +157,7 @@ class TileUpdate : public ::testing::TestWithParam<TileFormat> {
   static std::vector<ParameterUpdate> updates() {
     std::vector<ParameterUpdate> result;
     for (const int parameter : {4, 0, 1, 2}) {  // 5 is trainable and left out
-      AdamWStep step{.lr = 0.01 * (parameter + 1), .step = parameter + 1};
+      UpdateStep step{.lr = 0.01 * (parameter + 1), .step = parameter + 1};
       step.gradient_scale = 0.25f;
       step.seed = 100 + static_cast<std::uint64_t>(parameter);
       result.push_back({parameter, step});
@@ -168,7 +168,8 @@ class TileUpdate : public ::testing::TestWithParam<TileFormat> {
   static void update_by_hand(TileStore& store, const ParameterUpdate& update, ElementRange range) {
     const std::int64_t first = range.begin - store.layout(0).element_offset(update.parameter);
     const auto section = [&](Section which) { return store.section(0, which).data; };
-    EXPECT_TRUE(adamw(Isa::kScalar, update.step, testing::tile_span(GetParam(), section, range, first)));
+    EXPECT_TRUE(
+        apply_update(Isa::kScalar, update.step, testing::tile_span(GetParam(), section, range, first)));
   }
 
   static constexpr Section kSections[] = {
@@ -186,7 +187,7 @@ TEST_P(TileUpdate, EqualsTheSpecificationOnAnyNumberOfThreads) {
     const std::int64_t moved = update_tile(*updated, 0, updates());
     std::int64_t bytes_moved = 0;
     for (const std::int64_t count : {1, 5000, 2048}) {
-      bytes_moved += adamw_bytes(GetParam().weights, GetParam().moments, count);
+      bytes_moved += update_bytes(GetParam().weights, GetParam().moments, count);
     }
     EXPECT_EQ(moved, bytes_moved);
     for (const Section section : kSections) {

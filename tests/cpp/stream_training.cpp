@@ -51,7 +51,7 @@ Bytes gradient_table(const TrainingOptions& options, int step, int tile) {
                          static_cast<std::uint64_t>(100 * step + tile));
 }
 
-AdamWStep hyperparameters(std::int64_t step) {
+UpdateStep hyperparameters(std::int64_t step) {
   return {.lr = 0.01,
           .beta1 = 0.9,
           .beta2 = 0.99,
@@ -180,7 +180,8 @@ class SynchronousRun : public Run {
     for (const ParameterUpdate& update : updates) {
       const ElementRange range = layout_of(options_, tile).range(update.parameter);
       const auto section = [&](Section which) { return at<std::byte>(tile, which, 0); };
-      static_cast<void>(adamw(Isa::kScalar, update.step, tile_span(options_.format, section, range, 0)));
+      static_cast<void>(
+          apply_update(Isa::kScalar, update.step, tile_span(options_.format, section, range, 0)));
     }
   }
 

@@ -22,15 +22,15 @@ inline std::vector<TileFormat> all_tile_formats() {
 
 // `section` gives where a section begins; `first` is the index of the range's first element in its
 // parameter.
-inline AdamWSpan tile_span(TileFormat format, const std::function<std::byte*(Section)>& section,
-                           ElementRange range, std::int64_t first) {
+inline UpdateSpan tile_span(TileFormat format, const std::function<std::byte*(Section)>& section,
+                            ElementRange range, std::int64_t first) {
   const auto at = [&](Section which) {
     return section(which) + static_cast<std::size_t>(range.begin) * element_bytes(format, which);
   };
   const auto exponents = [&](Section which) {
     return reinterpret_cast<std::uint8_t*>(section(which)) + range.begin / kMomentBlock;
   };
-  AdamWSpan span;
+  UpdateSpan span;
   span.weight_format = format.weights;
   span.moment_format = format.moments;
   span.weight = at(Section::kWeights);

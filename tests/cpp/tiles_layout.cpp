@@ -173,5 +173,19 @@ TEST(TileLayout, RefusesWhatCannotBe) {
   EXPECT_THROW(layout.element_offset(-1), CallerError);
 }
 
+TEST(TileLayout, OneMomentWhereTheRuleKeepsOne) {
+  for (const MomentFormat moments : {MomentFormat::kFp32, MomentFormat::kBf16, MomentFormat::kInt8}) {
+    const std::vector<ParameterShape> parameters = {{5000, true}, {77, false}, {300, true}};
+    const TileLayout two({WeightFormat::kBf16Split, moments}, parameters);
+    const TileLayout one({WeightFormat::kBf16Split, moments, Rule::kLion}, parameters);
+    EXPECT_EQ(one.section(Section::kExpAvg).bytes, two.section(Section::kExpAvg).bytes);
+    EXPECT_EQ(one.section(Section::kExpAvg).offset, two.section(Section::kExpAvg).offset);
+    EXPECT_EQ(one.section(Section::kExpAvgSq).bytes, 0u);
+    EXPECT_EQ(one.section(Section::kExpAvgSqExponents).bytes, 0u);
+    EXPECT_EQ(one.section(Section::kExpAvgExponents).bytes, two.section(Section::kExpAvgExponents).bytes);
+    EXPECT_LT(one.bytes() + two.section(Section::kExpAvgSq).bytes, two.bytes() + 4096);
+  }
+}
+
 }  // namespace
 }  // namespace megatrain

@@ -8,9 +8,21 @@ from typing import Any
 
 import torch
 from torch import nn
+from transformers import Trainer
 
 from megatrain.loss import shifts_labels, weight_of
 from megatrain.rng import seed_for
+
+
+def trainer_groups(module: nn.Module) -> list[dict[str, Any]]:
+    """Parameter groups as Hugging Face's Trainer makes them: biases and norms do not decay."""
+    decayed = set(Trainer.get_decay_parameter_names(None, module))  # type: ignore[arg-type]
+    named = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+    groups: list[dict[str, Any]] = [
+        dict(params=[parameter for name, parameter in named if name in decayed]),
+        dict(params=[parameter for name, parameter in named if name not in decayed], weight_decay=0.0),
+    ]
+    return [group for group in groups if group["params"]]
 
 
 class Resident:
@@ -31,8 +43,7 @@ class Resident:
         self.max_grad_norm = max_grad_norm
         self.shifted = shifts_labels(module)
         self.steps = 0
-        trainable = [p for p in self.module.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trainable, **hyperparameters)
+        self.optimizer = torch.optim.AdamW(trainer_groups(self.module), **hyperparameters)
 
     def gradients(self, batches: Sequence[Mapping[str, torch.Tensor]]) -> tuple[float, dict[str, torch.Tensor]]:
         """(loss, gradients by name) of one step's micro-batches, nothing updated."""

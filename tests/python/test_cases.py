@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from families import FAMILIES, llama, text_batch
-from resident import Resident, assert_close
+from resident import Resident, assert_close, trainer_groups
 from torch import nn
 
 import megatrain
@@ -414,7 +414,7 @@ def test_optimizer_state_goes_to_torch_and_back() -> None:
         model.step([text_batch(step)])
     order = [n for n, _ in model.named_parameters()]
     assert order == [n for n, _ in resident.module.named_parameters()]
-    fresh = torch.optim.AdamW(resident.module.parameters(), lr=1e-4, weight_decay=0.1)
+    fresh = torch.optim.AdamW(trainer_groups(resident.module), lr=1e-4, weight_decay=0.1)
     fresh.load_state_dict(model.optimizer.state_dict())
     for parameter in resident.module.parameters():
         ours, theirs = fresh.state[parameter], resident.optimizer.state[parameter]
@@ -483,7 +483,9 @@ def test_half_of_the_tensors_frozen(tmp_path: Any) -> None:
     for index, parameter in enumerate(module.parameters()):
         parameter.requires_grad_(index % 2 == 0)
     names = {n: p.requires_grad for n, p in module.named_parameters()}
-    resident, model = reference(module), stream(module)
+    # eps lies above the noise of gradients that are zero in exact arithmetic.
+    settings = dict(lr=1e-4, weight_decay=0.1, eps=1e-6)
+    resident, model = reference(module, **settings), stream(module, optimizer=megatrain.AdamW(**settings))
     before = model.state_dict()
     for step in range(4):
         resident.step([text_batch(step)])
@@ -503,6 +505,8 @@ def test_half_of_the_tensors_frozen(tmp_path: Any) -> None:
     [
         lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=10),
         lambda o: torch.optim.lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+        lambda o: torch.optim.lr_scheduler.OneCycleLR(o, max_lr=[1e-4, 2e-4], total_steps=10),
+        lambda o: transformers.get_cosine_schedule_with_warmup(o, num_warmup_steps=2, num_training_steps=8),
     ],
 )
 def test_schedulers(make: Any) -> None:
@@ -519,7 +523,65 @@ def test_schedulers(make: Any) -> None:
             model.step([text_batch(step)])
             theirs.step()
             ours.step()
-            assert model.optimizer.param_groups[0]["lr"] == resident.optimizer.param_groups[0]["lr"]
+            assert len(model.optimizer.param_groups) == 2
+            for mine, torchs in zip(model.optimizer.param_groups, resident.optimizer.param_groups, strict=True):
+                assert (mine["lr"], mine["betas"]) == (torchs["lr"], torchs["betas"])
+    assert_same_parameters(model, resident)
+
+
+def test_schedules_go_on_over_skipped_steps() -> None:
+    """A step that is skipped takes its place in the schedule, and no place in the moments' bias correction."""
+    module = toy()
+    resident, model = reference(module, lr=1e-2), stream(module, optimizer=megatrain.AdamW(lr=1e-2, weight_decay=0.1))
+    theirs = transformers.get_cosine_schedule_with_warmup(resident.optimizer, 2, 8)
+    ours = transformers.get_cosine_schedule_with_warmup(model.optimizer, 2, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in range(8):
+            batch = toy_batch(step)
+            if step in (2, 5):
+                assert model.step(dict(batch, y=torch.full_like(batch["y"], float("nan")))).skipped
+            else:
+                resident.step([batch])
+                model.step(batch)
+            theirs.step()
+            ours.step()
+            assert ours.get_last_lr() == theirs.get_last_lr()
+    assert_same_parameters(model, resident)
+    assert model.steps == 8 and model.skipped_steps == 2
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_biases_and_norms_do_not_decay(family: Any) -> None:
+    module = families.build(family)
+    expected = [
+        {name for name, p in module.named_parameters() if any(p is member for member in group["params"])}
+        for group in trainer_groups(module)
+    ]
+    assert len(expected) == 2
+    model = stream(module, self_check=False)
+    names = {id(face): name for name, face in model.named_parameters()}
+    groups = model.optimizer.param_groups
+    assert [{names[id(face)] for face in group["params"]} for group in groups] == expected
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    everything = megatrain.AdamW(weight_decay=0.1, decay_biases_and_norms=True)
+    (group,) = stream(families.build(family), optimizer=everything, self_check=False).optimizer.param_groups
+    assert len(group["params"]) == len(names)
+
+
+def test_groups_are_edited_as_torchs_are() -> None:
+    """Each knob of each group, between steps, also as torch's own code for warm-up does it."""
+    module = families.build(LLAMA)
+    resident, model = reference(module), stream(module)
+    for step in range(6):
+        for optimizer in (resident.optimizer, model.optimizer):
+            for index, group in enumerate(optimizer.param_groups):
+                group["lr"] = 2e-5 * (1 + step + index)
+                group["betas"] = (0.8 + 0.02 * step, 0.9 + 0.01 * index)
+                group["eps"] = 1e-6 * (1 + index)
+                group["weight_decay"] = 0.1 * step
+        resident.step([text_batch(step)])
+        model.step([text_batch(step)])
     assert_same_parameters(model, resident)
 
 

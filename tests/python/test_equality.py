@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import FAMILIES, Family
 from resident import Resident, assert_close
+from transformers import Trainer
 
 import megatrain
 
@@ -115,7 +116,10 @@ def test_bf16(family: Family, way: str, device: object, torch_device: str) -> No
         for name, parameter in reference.module.named_parameters():
             parameter.copy_(split[name])
     fed = {n: torch.nn.Parameter(v.clone()) for n, v in masters.items()}
-    adamw = torch.optim.AdamW(fed.values(), **HYPERPARAMETERS)
+    decayed = set(Trainer.get_decay_parameter_names(None, plain))  # type: ignore[arg-type]
+    kept = [fed[name] for name in fed if name not in decayed]
+    groups = [dict(params=[fed[name] for name in fed if name in decayed]), dict(params=kept, weight_decay=0.0)]
+    adamw = torch.optim.AdamW(groups, **HYPERPARAMETERS)
     for step in range(10):
         batches = batches_of(family, step)[:2]
         if way == "step":

@@ -433,7 +433,6 @@ FULL_USES: dict[str, Callable[[Any], Any]] = {
     "label smoothing": lambda x: F.cross_entropy(
         x.view(-1, VOCABULARY), torch.arange(12), label_smoothing=0.1
     ),
-    "no reduction": lambda x: F.cross_entropy(x.view(-1, VOCABULARY), torch.arange(12), reduction="none"),
     "probabilities": lambda x: F.cross_entropy(x.view(-1, VOCABULARY), torch.full((12, VOCABULARY), 0.1)),
     "classes in the middle": lambda x: F.cross_entropy(x.transpose(1, 2), torch.arange(12).view(2, 6)),
     "nll_loss": lambda x: F.nll_loss(x.view(-1, VOCABULARY), torch.arange(12)),
@@ -576,6 +575,22 @@ def test_loss_module_and_reductions() -> None:
         expected = nn.CrossEntropyLoss(**options)(pair.plain.view(-1, VOCABULARY), kept)  # type: ignore[arg-type]
         assert_near(loss, expected, 1e-6)
         assert_same_gradients(pair, loss, expected)
+    assert pair.full == []
+
+
+def test_losses_of_single_tokens() -> None:
+    """As policies are trained: each token's loss with a factor of its own, some zero, some of either sign."""
+    pair = Pair()
+    targets = torch.arange(12)
+    targets[3] = -100
+    factors = torch.linspace(-1, 2, 12).clamp(max=1.5)
+    loss, expected = (
+        F.cross_entropy((logits / 0.7).view(-1, VOCABULARY), targets, reduction="none")
+        for logits in (pair.lazy, pair.plain)
+    )
+    assert_near(loss, expected, 1e-6)
+    assert loss[3] == 0
+    assert_same_gradients(pair, (loss * factors).sum(), (expected * factors).sum())
     assert pair.full == []
 
 

@@ -25,7 +25,7 @@ every_mode = pytest.mark.parametrize("mode", MODES, ids=IDS)
 
 def streamed(mode: dict[str, Any], module: torch.nn.Module | None = None, **changes: Any) -> megatrain.StreamedModel:
     settings: dict[str, Any] = dict(
-        optimizer=megatrain.AdamW(lr=1e-3, weight_decay=0.1),
+        optimizer=megatrain.AdamW(lr=1e-3, weight_decay=0.1, decay_biases_and_norms=True),
         max_grad_norm=1.0,
         device=HostBackend(max_delay_us=100, seed=3, poison=True),
         compile=False,

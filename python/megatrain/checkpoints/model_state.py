@@ -24,6 +24,7 @@ def describe(model: StreamedModel) -> dict[str, Any]:
         "dtype": str(settings.dtype).removeprefix("torch."),
         "master": settings.master,
         "moments": settings.moments,
+        "rule": settings.optimizer.rule,
         "seed": settings.seed,
         "tiles": [
             {
@@ -69,13 +70,14 @@ def require_fit(state: Mapping[str, Any], model: StreamedModel, path: object) ->
 
 
 def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[str]:
-    for key in ("dtype", "master", "moments", "seed"):
-        if saved[key] != own[key]:
-            yield f"{key} is {saved[key]} in the checkpoint and {own[key]} in the model"
-    theirs, ours = _parameters(saved), _parameters(own)
-    yield from _other_names("parameter", theirs, ours)
-    for name, (place, entry) in theirs.items():
-        own_place, own_entry = ours[name]
+    for key in ("dtype", "master", "moments", "rule", "seed"):
+        theirs = saved.get(key, "adamw")  # of the time before there were other rules
+        if theirs != own[key]:
+            yield f"{key} is {theirs} in the checkpoint and {own[key]} in the model"
+    saved_parameters, own_parameters = _parameters(saved), _parameters(own)
+    yield from _other_names("parameter", saved_parameters, own_parameters)
+    for name, (place, entry) in saved_parameters.items():
+        own_place, own_entry = own_parameters[name]
         for key, word in (("shape", "shape"), ("trainable", "trainable")):
             if entry[key] != own_entry[key]:
                 yield f"{word} of {name} is {entry[key]} in the checkpoint and {own_entry[key]} in the model"

@@ -40,10 +40,10 @@ class UnitBytes:
 
 
 @lru_cache(maxsize=4096)
-def _unit_bytes(parameters: Parameters, weights: str, moments: str) -> UnitBytes:
-    layout = TileLayout(TileFormat(weights, moments), list(parameters))
+def _unit_bytes(parameters: Parameters, tile_format: TileFormat) -> UnitBytes:
+    layout = TileLayout(tile_format, list(parameters))
     streamed, gradients = layout.section(Section.weights)[1], layout.section(Section.gradients)[1]
-    frozen = (layout.weight_elements - layout.trainable_elements) * (4 if weights == "fp32" else 2)
+    frozen = (layout.weight_elements - layout.trainable_elements) * (4 if tile_format.weights == "fp32" else 2)
     # All of it is read and written, but gradients are only read.
     update = 2 * (layout.nbytes - frozen) - gradients if layout.trainable_elements else 0
     return UnitBytes(streamed, layout.nbytes, update, gradients, layout.trainable_elements)
@@ -55,7 +55,7 @@ class UnitShape:
     parameters: Parameters
 
     def bytes(self, tile_format: TileFormat) -> UnitBytes:
-        return _unit_bytes(self.parameters, tile_format.weights, tile_format.moments)
+        return _unit_bytes(self.parameters, tile_format)
 
     @property
     def numel(self) -> int:

@@ -26,7 +26,7 @@ class OptimizerSettings(Settings):
         default=(0.9, 0.95), description="AdamW's decay rates of the two moments."
     )
     eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
-    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay.")
+    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay; not of biases and norms.")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="Global norm to clip to; null for no clipping.")
 
 

@@ -1,0 +1,123 @@
+"""Hugging Face's Trainer over a streamed model.
+
+    model = megatrain.StreamedModel.from_pretrained(path)
+    StreamedTrainer(model=model, args=TrainingArguments(...), train_dataset=...).train()
+
+Gradients, losses and updates are those of the Trainer with the resident module: accumulation, `num_items_in_batch`,
+clipping by `max_grad_norm` and schedulers are the Trainer's own. `StreamedTraining` does the same for its subclasses.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import Trainer, TrainingArguments
+
+from megatrain.full_logits import without_lazy
+from megatrain.integrations.module_face import call_through
+from megatrain.loss import tokens_of
+from megatrain.model import StreamedModel
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+_WEIGHTS = "streamed"
+_SCHEDULER = "scheduler.pt"
+
+
+class StreamedTraining:
+    """Stands before Trainer, or a class derived from it, among the bases of a class; `model` is then a StreamedModel.
+
+    The optimizer is the model's. Unless it was given parameter groups, learning rate, weight decay, betas and
+    epsilon are those of the arguments, as in the Trainer. Checkpoints hold what an exact resume needs.
+
+    ValueError for arguments that cannot be kept: another device than the model's, several processes, fp16,
+    torch_compile, other optimizers."""
+
+    def __init__(self, model: StreamedModel, args: TrainingArguments | None = None, **kwargs: Any) -> None:
+        if not isinstance(model, StreamedModel):
+            raise ValueError(f"model is a {type(model).__name__}; it must be a StreamedModel")
+        if kwargs.get("optimizers", (None, None))[0] is not None or kwargs.get("optimizer_cls_and_kwargs") is not None:
+            raise ValueError("the optimizer is that of the streamed model; pass StreamedModel(optimizer=...)")
+        if args is not None:
+            _refuse(args, model)
+        schedule = kwargs.pop("optimizers", (None, None))[1]
+        self.streamed = model
+        super().__init__(model=model.module, args=args, optimizers=(model.optimizer, schedule), **kwargs)  # type: ignore[call-arg]
+        _refuse(self.args, model)
+        call_through(model)
+        self.accelerator.clip_grad_norm_ = self._clip
+
+    if TYPE_CHECKING:
+        args: TrainingArguments
+        accelerator: Any
+        state: Any
+        lr_scheduler: Any
+
+    def _clip(self, parameters: Iterable[torch.Tensor], max_norm: float, norm_type: float = 2) -> float:
+        """The Trainer's way to the norm, and with an infinite limit to look at it only."""
+        if norm_type != 2:
+            raise ValueError(f"norm_type is {norm_type}; the norm of streamed gradients is the 2-norm")
+        own = self.streamed.settings.max_grad_norm
+        return self.streamed.clip_grad_norm_(max_norm if math.isfinite(max_norm) or own is None else own)
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        optimizer, args, settings = self.streamed.optimizer, self.args, self.streamed.settings.optimizer
+        if settings.params is None:
+            for group in optimizer.param_groups:
+                group["lr"] = args.learning_rate
+                group["weight_decay"] = args.weight_decay if group["decays"] else 0.0
+                if settings.rule == "adamw":
+                    group |= dict(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+        return optimizer
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """6 a token and parameter; the module itself knows of the blocks' parameters no more."""
+        return 6 * tokens_of(inputs) * self.streamed.memory_report().parameters
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        return without_lazy(super().prediction_step(*args, **kwargs), "the evaluation's metrics")  # type: ignore[misc]
+
+    # saving
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        state = self.streamed.state_dict(dtype=self.streamed.dtype) if state_dict is None else state_dict
+        super()._save(output_dir, state)  # type: ignore[misc]
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self.streamed.save_checkpoint(Path(output_dir) / _WEIGHTS)
+        torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        """Weights come with the optimizer's state, whose groups the schedule's beginning would overwrite now."""
+
+    def _load_best_model(self) -> None:
+        best = self.state.best_model_checkpoint
+        if best is not None:
+            self.streamed.load_checkpoint(Path(best) / _WEIGHTS)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.streamed.load_checkpoint(Path(checkpoint) / _WEIGHTS)
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+
+
+class StreamedTrainer(StreamedTraining, Trainer):
+    """transformers.Trainer whose `model` is a StreamedModel; see `StreamedTraining`."""
+
+
+def _refuse(args: TrainingArguments, model: StreamedModel) -> None:
+    if args.device.type != model.device.type:
+        raise ValueError(
+            f"the arguments' device is {args.device}, the model's {model.device}; on the host's backend use_cpu=True"
+        )
+    if args.world_size > 1 or args.n_gpu > 1:
+        raise ValueError(
+            f"{max(args.world_size, args.n_gpu)} devices; a streamed model has one, set CUDA_VISIBLE_DEVICES to it"
+        )
+    for name, instead in (("fp16", "bf16"), ("torch_compile", "StreamedModel(compile=...)")):
+        if getattr(args, name, False):
+            raise ValueError(f"{name} is on; a streamed model does not have it, use {instead}")

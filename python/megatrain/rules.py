@@ -1,0 +1,83 @@
+"""The optimizers: one frozen class of settings each, checked when made."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias
+
+ParameterGroups = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW:
+    """AdamW with decoupled weight decay, as torch.optim.AdamW (Loshchilov and Hutter, 2017).
+
+    `params`: parameter groups as torch takes them, each a mapping with "params" (parameters of the
+    module as it was before it was streamed, or their names) and any of lr, betas, eps, weight_decay.
+    With None, weights are in one group and biases and norms, which do not decay, in a second one, as
+    in Hugging Face's Trainer (see `megatrain.decay`).
+    `decay_biases_and_norms`: one group of every trainable parameter instead, as torch.optim.AdamW makes of
+    `module.parameters()`."""
+
+    rule: ClassVar[str] = "adamw"
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    params: ParameterGroups | None = None
+    decay_biases_and_norms: bool = False
+
+    def __post_init__(self) -> None:
+        check_hyperparameters(self.defaults)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What a group has that says nothing else."""
+        return dict(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lion:
+    """Lion with decoupled weight decay (Chen et al., 2023, arXiv 2302.06675): every weight moves by lr, in the
+    direction of the sign of an average of gradients. One moment: 4 bytes a parameter less than AdamW with
+    fp32 moments. Learning rates are 3 to 10 times smaller than AdamW's, weight decay as much larger.
+
+    `params`, `decay_biases_and_norms`: as in `AdamW`; groups have lr, betas and weight_decay."""
+
+    rule: ClassVar[str] = "lion"
+    moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
+
+    lr: float = 1e-4
+    betas: tuple[float, float] = (0.9, 0.99)
+    weight_decay: float = 0.0
+    params: ParameterGroups | None = None
+    decay_biases_and_norms: bool = False
+
+    def __post_init__(self) -> None:
+        check_hyperparameters(self.defaults)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What a group has that says nothing else."""
+        return dict(lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
+
+
+Optimizer: TypeAlias = AdamW | Lion
+
+
+def check_hyperparameters(group: Mapping[str, Any]) -> None:
+    """ValueError with the name, the value and the limit of the first that is out of range."""
+    for name in ("lr", "eps", "weight_decay"):
+        value = float(group.get(name, 0.0))
+        if not (value >= 0 and math.isfinite(value)):
+            raise ValueError(f"{name} is {value}; it must be finite and at least 0")
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise ValueError(f"{name} is {group[name]}; the streamed AdamW does not have it")
+    for index, beta in enumerate(group["betas"]):
+        if not 0 <= float(beta) < 1:
+            raise ValueError(f"betas[{index}] is {beta}; it must be at least 0 and below 1")
