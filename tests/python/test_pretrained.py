@@ -84,7 +84,7 @@ def test_misshapen_tensor_is_refused_by_name(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"] = torch.zeros(5)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(5,\) in the state and \(32,\)"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(5,\) in .* and \(32,\) in the model"):
         stream_from(tmp_path)
 
 

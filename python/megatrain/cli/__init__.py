@@ -14,6 +14,7 @@ from megatrain.train.errors import RunError, UserError, one_line
 _COMMANDS = {
     "train": "train or fine-tune a language model from a YAML file",
     "plan": "predict where a model's parts would go on a machine and how long a step would take",
+    "export": "write a checkpoint's weights as a Hugging Face model directory, or a LoRA adapter's",
     "info": "show what megatrain sees of this machine",
     "bench": "measure what the machine's memory, link and GPU can do, and whether megatrain reaches it",
 }
