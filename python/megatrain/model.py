@@ -535,13 +535,14 @@ class StreamedModel:
 
     @classmethod
     def from_pretrained(
-        cls, path: str | os.PathLike[str], *, trust_remote_code: bool = False, **kwargs: Any
+        cls, path: str | os.PathLike[str], *, trust_remote_code: bool = False, adapter: Any = None, **kwargs: Any
     ) -> StreamedModel:
         """Stream a Hugging Face model: safetensors, or the tensors of .bin files, go into the tiles one by one. `path`
         is a directory or an id of the hub (safetensors alone); keyword arguments are those of the constructor.
         ValueError names tensors that are missing or misshapen, a warning those that have no place. Code is never
-        unpickled; Python files of the directory run only with `trust_remote_code`."""
-        return stream_pretrained(cls, path, trust_remote_code, **kwargs)
+        unpickled; Python files of the directory run only with `trust_remote_code`. adapter: a LoraConfig of PEFT; then
+        the model's own weights are frozen, and a new adapter is trained."""
+        return stream_pretrained(cls, path, trust_remote_code, adapter, **kwargs)
 
     def _drain(self) -> None:
         self._engine.wait_updates()

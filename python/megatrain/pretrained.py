@@ -13,6 +13,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatrain.export.shards import safetensors_name
+from megatrain.pretrained_adapter import add_adapter
 from megatrain.pretrained_class import code_of, model_class_and_config
 from megatrain.weight_files import open_shard, weight_files
 
@@ -54,7 +55,7 @@ class large_on_meta(TorchFunctionMode):
 
 
 def stream_pretrained(
-    cls: type[StreamedModel], path: str | os.PathLike[str], trust_remote_code: bool, **kwargs: Any
+    cls: type[StreamedModel], path: str | os.PathLike[str], trust_remote_code: bool, adapter: Any, **kwargs: Any
 ) -> StreamedModel:
     """`StreamedModel.from_pretrained`."""
     directory = _directory(path)
@@ -75,7 +76,8 @@ def stream_pretrained(
     saved_in = {name: file_of[key] for key, name in own.items() if name is not None}
     computed = all(buffer.device.type != "meta" for buffer in module.buffers())
     if not names.all_reached(set(own.values())) or not computed:
-        model = cls(_converted_by_transformers(directory, type(module), trust_remote_code), **kwargs)
+        converted = _converted_by_transformers(directory, type(module), trust_remote_code)
+        model = cls(converted if adapter is None else add_adapter(converted, adapter)[0], **kwargs)
         model._source = Source(names.with_ties(saved_in), code)
         return model
     _warn_of_unexpected(directory, module, [key for key, name in own.items() if name is None])
@@ -86,6 +88,9 @@ def stream_pretrained(
                 f"{key} has shape {shapes[key]} in {directory} and {tuple(state[name].shape)} in the model"
             )
     del state
+    if adapter is not None:
+        module, renamed = add_adapter(module, adapter)
+        own = {key: renamed[names.first(name)] if name is not None else None for key, name in own.items()}
     example = kwargs.pop("example_batch", None)
     model = cls(module, **kwargs)
     model._source = Source(names.with_ties(saved_in), code)
@@ -116,6 +121,10 @@ class _Names:
             if name in self._names:
                 return name
         return None
+
+    def first(self, name: str) -> str:
+        """Of a tied parameter's names."""
+        return self._tied.get(name, [name])[0]
 
     def all_reached(self, reached: set[str | None]) -> bool:
         return all(any(tied in reached for tied in self._tied.get(name, [name])) for name in self._names)

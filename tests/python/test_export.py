@@ -169,3 +169,28 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["export", str(path), out]) == 2
     assert "tile-00001.safetensors is missing" in capsys.readouterr().err
     assert not Path(out).exists()
+
+
+def test_a_lora_run_leaves_an_adapter(here: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    """Base weights go from the files to the tiles, without values before; the adapter loads around them."""
+    peft = pytest.importorskip("peft")
+    from megatrain import pretrained
+
+    pretrained_large = pretrained.LARGE_ELEMENTS
+    pretrained.LARGE_ELEMENTS = 16
+    try:
+        assert train("steps=2", "checkpoint.every=2", "lora={rank: 4, targets: all-linear}", "optimizer.lr=0.01") == 0
+    finally:
+        pretrained.LARGE_ELEMENTS = pretrained_large
+    assert main(["export", "runs/a", "out"]) == 0
+    weights = load_file("runs/a/model/adapter_model.safetensors")
+    assert weights and all(".lora_" in name for name in weights)
+    exported = load_file("out/adapter_model.safetensors")
+    assert all(torch.equal(exported[name], value) for name, value in weights.items())
+    with_adapter = peft.AutoPeftModelForCausalLM.from_pretrained("runs/a/model")
+    base_model = transformers.AutoModelForCausalLM.from_pretrained(
+        with_adapter.peft_config["default"].base_model_name_or_path
+    )
+    assert not torch.allclose(logits(with_adapter), logits(base_model))
+    with with_adapter.disable_adapter():
+        assert torch.equal(logits(with_adapter), logits(base_model))
