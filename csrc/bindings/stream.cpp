@@ -190,6 +190,9 @@ void bind_stream(py::module_& module) {
           py::arg("tile"), py::arg("parameters"), py::arg("gradient_scale"), py::arg("priority"),
           py::arg("stream") = 0, ReleaseGil())
       .def("wait_updates", &Engine::wait_updates, ReleaseGil())
+      .def("hold", &Engine::hold, py::arg("tiles"), ReleaseGil())
+      .def("release_hold", &Engine::release_hold, py::arg("tile"), ReleaseGil())
+      .def("held_up_ns", &Engine::held_up_ns, ReleaseGil())
       .def("updates_pending", &Engine::updates_pending, ReleaseGil())
       .def("synchronize", &Engine::synchronize, ReleaseGil())
       .def("close", &Engine::close, ReleaseGil());

@@ -126,7 +126,17 @@ void Engine::update(int tile, std::vector<ParameterUpdate> updates, float gradie
 void Engine::wait_updates() {
   check();
   updates_->wait_idle();
+  {
+    Monitor::Lock lock = monitor_.lock();
+    monitor_.wait(lock, [&] { return !gate_.any_held(); });
+  }
   resident_.write_back();
+}
+
+void Engine::hold(const std::vector<int>& tiles) {
+  for (const int tile : tiles) store_->layout(tile);  // throws for a tile that is not there
+  wait_updates();
+  for (const int tile : tiles) gate_.hold(tile);
 }
 
 void Engine::release_all(StreamView stream) {

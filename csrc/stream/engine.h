@@ -70,8 +70,14 @@ class Engine {
   // where the tile is resident.
   void update(int tile, std::vector<ParameterUpdate> updates, float gradient_scale, std::int64_t priority,
               StreamView stream = {});
-  // Blocks until the host's tiles are what all updates so far have made of them.
+  // Blocks until the host's tiles are what all updates so far have made of them, and none is held.
   void wait_updates();
+  // For a reader of the host's tiles that goes on beside the next steps: blocks like wait_updates, then
+  // keeps each of these tiles as it is until its release, which may come from any thread and must come
+  // before close() can return. Updates of a held tile wait, and reads of its weights for them.
+  void hold(const std::vector<int>& tiles);
+  void release_hold(int tile) { gate_.release(tile); }
+  std::int64_t held_up_ns() { return gate_.held_up_ns(); }  // so far some update waited for a release
   bool updates_pending();
   void synchronize();  // blocks until drains, updates and copies have ended
 

@@ -1,9 +1,17 @@
 #include "tiles/tile_gate.h"
 
 #include <cassert>
+#include <chrono>
 #include <utility>
 
 namespace megatrain {
+namespace {
+
+std::int64_t now_ns() {
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+}  // namespace
 
 TileGate::State& TileGate::state(int tile) {
   assert(tile >= 0);
@@ -85,12 +93,14 @@ std::int64_t TileGate::queue_update(int tile) {
   State& s = state(tile);
   ++s.updates_queued;
   ++s.version;
+  if (s.holds > 0 && !std::exchange(s.held_up, true)) count_held_up(1);
   return s.drains_asked;
 }
 
 bool TileGate::reads_queued(int tile) {
   std::lock_guard lock(mutex_);
-  return state(tile).reads_starting == 0;
+  const State& s = state(tile);
+  return s.reads_starting == 0 && s.holds == 0;
 }
 
 bool TileGate::may_update(int tile, std::int64_t drains_before) {
@@ -113,6 +123,43 @@ void TileGate::update_ended(int tile) {
     ++state(tile).updates_ended;
   }
   on_change_();
+}
+
+void TileGate::hold(int tile) {
+  std::lock_guard lock(mutex_);
+  State& s = state(tile);
+  assert(s.updates_ended == s.updates_queued);
+  ++s.holds;
+  ++holds_;
+}
+
+void TileGate::release(int tile) {
+  {
+    std::lock_guard lock(mutex_);
+    State& s = state(tile);
+    assert(s.holds > 0);
+    --s.holds;
+    --holds_;
+    if (s.holds == 0 && std::exchange(s.held_up, false)) count_held_up(-1);
+  }
+  on_change_();
+}
+
+bool TileGate::any_held() {
+  std::lock_guard lock(mutex_);
+  return holds_ > 0;
+}
+
+std::int64_t TileGate::held_up_ns() {
+  std::lock_guard lock(mutex_);
+  return held_up_ns_ + (held_up_ > 0 ? now_ns() - held_up_since_ns_ : 0);
+}
+
+void TileGate::count_held_up(int change) {
+  const std::int64_t now = now_ns();
+  if (held_up_ > 0) held_up_ns_ += now - held_up_since_ns_;
+  held_up_since_ns_ = now;
+  held_up_ += change;
 }
 
 }  // namespace megatrain

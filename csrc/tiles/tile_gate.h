@@ -45,10 +45,16 @@ class TileGate {
 
   // Closes the gate at once. Returns the number of drains that the update has to wait for.
   std::int64_t queue_update(int tile);
-  bool reads_queued(int tile);  // no read is between begin_read and read_queued
+  bool reads_queued(int tile);  // no read is between begin_read and read_queued, no hold is left
   bool may_update(int tile, std::int64_t drains_before);
   std::vector<SharedEvent> last_reads(int tile);
   void update_ended(int tile);
+
+  // Reads by the host, of a tile without a pending update: updates queued later wait for the release.
+  void hold(int tile);
+  void release(int tile);
+  bool any_held();
+  std::int64_t held_up_ns();  // so far some update had to wait for a release
 
  private:
   struct State {
@@ -56,14 +62,20 @@ class TileGate {
     std::int64_t updates_queued = 0, updates_ended = 0;
     std::int64_t drains_asked = 0, drains_on_stream = 0;
     int reads_starting = 0;
+    int holds = 0;
+    bool held_up = false;  // an update waits for the release
     std::array<SharedEvent, 2> last_read;
     SharedEvent last_drain;
   };
   State& state(int tile);  // under mutex_
+  void count_held_up(int change);
 
   std::function<void()> on_change_;
   std::mutex mutex_;
   std::vector<State> states_;  // by tile, grown on demand
+  int holds_ = 0;
+  int held_up_ = 0;  // tiles
+  std::int64_t held_up_since_ns_ = 0, held_up_ns_ = 0;
 };
 
 }  // namespace megatrain

@@ -337,7 +337,14 @@ class Engine:
         tile's drains have landed and no copy reads its weights. A resident tile is updated on `stream`,
         from the gradients in its device memory."""
     def wait_updates(self) -> None:
-        """Block until all queued updates have ended and the host's tiles hold what they made."""
+        """Block until all queued updates have ended, the host's tiles hold what they made, and none is held."""
+    def hold(self, tiles: Sequence[int]) -> None:
+        """Block like `wait_updates`, then keep each of these tiles as it is until its release: updates queued
+        later wait for it."""
+    def release_hold(self, tile: int) -> None:
+        """From any thread; every hold must be released before `close` can return."""
+    def held_up_ns(self) -> int:
+        """Time so far in which some update waited for a release."""
     def updates_pending(self) -> bool: ...
     def synchronize(self) -> None:
         """Block until drains, updates and copies have ended."""

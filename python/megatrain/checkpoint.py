@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from megatrain._native import Section
-from megatrain.interop import weight_dtype
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
     from megatrain.blocks import Block
     from megatrain.tiles import Tiles
-
-
-_SHARD_NAME = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 
 
 def persistent_buffers(module: nn.Module, blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Module, str]]:
@@ -103,47 +94,3 @@ def load_state_dict(
             assert before is not None
             owner._buffers[inner] = value.to(device, before.dtype, copy=True)
     return written
-
-
-def save_pretrained(
-    module: nn.Module, tiles: Tiles, blocks: Sequence[Block], directory: str | os.PathLike[str], max_shard_size: str
-) -> None:
-    """config.json, generation_config.json and model*.safetensors, each file written beside its place and
-    renamed into it, the weights last."""
-    from huggingface_hub import split_torch_state_dict_into_shards
-    from safetensors.torch import save_file
-
-    target = Path(directory)
-    if target.exists() and not target.is_dir():
-        raise ValueError(f"{target} is a file; save_pretrained needs a directory")
-    dtype = weight_dtype(tiles.plan.units[0].layout.format)
-    state = state_dict(module, tiles, blocks, dtype)
-    # Ties are kept by the configuration: each tensor is written under its first name only.
-    first_names = {parameter.name for parameter in tiles.plan.parameters}
-    state = {name: value for name, value in state.items() if name not in tiles.plan.names or name in first_names}
-    target.mkdir(parents=True, exist_ok=True)
-    config = getattr(module, "config", None)
-    if config is not None and hasattr(config, "save_pretrained"):
-        before = getattr(config, "dtype", None), getattr(config, "architectures", None)
-        config.dtype = dtype
-        config.architectures = [type(module).__name__]
-        config.save_pretrained(target)
-        config.dtype, config.architectures = before
-    generation = getattr(module, "generation_config", None)
-    if generation is not None and hasattr(generation, "save_pretrained"):
-        generation.save_pretrained(target)
-    split = split_torch_state_dict_into_shards(state, max_shard_size=max_shard_size)
-    for file, members in split.filename_to_tensors.items():
-        shard = {name: state[name].contiguous() for name in members}
-        with tempfile.TemporaryDirectory(dir=target) as staging:
-            written = Path(staging) / file
-            save_file(shard, written, metadata={"format": "pt"})
-            written.replace(target / file)
-    for entry in target.iterdir():
-        if _SHARD_NAME.fullmatch(entry.name) and entry.name not in split.filename_to_tensors:
-            entry.unlink()  # of an earlier save with other shards
-    index = target / "model.safetensors.index.json"
-    if split.is_sharded:
-        index.write_text(json.dumps({"metadata": split.metadata, "weight_map": split.tensor_to_filename}, indent=2))
-    else:
-        index.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from megatrain import checkpoint, checkpoints, stacks
+from megatrain import checkpoint, checkpoints, export, stacks
 from megatrain._native import Engine, TileStore
 from megatrain.adapters import reach_adapters
 from megatrain.auto_placement import AutoPlacement
@@ -24,6 +24,7 @@ from megatrain.calls import BlockRunner
 from megatrain.decay import biases_and_norms
 from megatrain.device_weights import DeviceWeights
 from megatrain.errors import UnsupportedModelError
+from megatrain.export.adapter import adapter_of
 from megatrain.face import ParameterFace
 from megatrain.generation import generate
 from megatrain.gradients import GradientSink
@@ -35,6 +36,7 @@ from megatrain.loss import shifts_labels, tokens_of, weight_of
 from megatrain.machine import update_threads
 from megatrain.optimizer import StreamedOptimizer
 from megatrain.placement import Placement
+from megatrain.pretrained import Source, stream_pretrained
 from megatrain.report import EvaluationReport, MemoryReport, StepReport, during_step, write_chrome_trace
 from megatrain.rng import preserved
 from megatrain.rules import AdamW, Optimizer
@@ -64,6 +66,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from megatrain._native import CudaBackend, HostBackend
+    from megatrain.checkpoints import PendingCheckpoint
     from megatrain.parameters import TileParameter
     from megatrain.planner import Batch, Hardware, Plan
     from megatrain.step_runner import Active
@@ -189,6 +192,9 @@ class StreamedModel:
         threads = update_threads(threads, backend)
         store = TileStore(backend, threads=threads, isa=chosen_isa(isa), staging_bytes=staging_bytes)
         self._tiles = Tiles(store, plan)
+        self._source = Source()
+        self._adapter = adapter_of(module)
+        self._pending_save: PendingCheckpoint | None = None
         self._unloaded = {p.name for p in plan.parameters if p.original.device.type == "meta"}
         self._engine = Engine(store)
         self._engine.copy_by_parameter(self.settings.transfers.burst == "parameter")
@@ -598,10 +604,24 @@ class StreamedModel:
         for unit in self._plan.units:
             self._weights.mark_edited(unit.tile)
 
-    def save_pretrained(self, directory: str | os.PathLike[str], *, max_shard_size: str = "5GB") -> None:
-        """Weights (in the streamed type) as sharded safetensors, with the module's configuration."""
+    def save_pretrained(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        dtype: torch.dtype | None = None,
+        max_shard_size: str | None = None,
+    ) -> None:
+        """Weights as sharded safetensors with the module's configuration, straight from the tiles; of a module made
+        by PEFT the adapter alone, in PEFT's format. dtype: torch.bfloat16 or torch.float32 (the exact masters); None
+        for the streamed type. max_shard_size: divide anew, by "5GB" for instance; None for the files that
+        `from_pretrained` found, else 5 GB. ValueError for another dtype, and where no file has a place for what was
+        trained; OSError if it cannot be written."""
+        if dtype not in (None, torch.bfloat16, torch.float32):
+            raise ValueError(f"dtype is {dtype}; weights are saved as torch.bfloat16 or torch.float32")
+        self._require_loaded()
         self._drain()
-        checkpoint.save_pretrained(self.module, self._tiles, self._blocks, directory, max_shard_size)
+        weights = export.ModelWeights(self, dtype or self.dtype)
+        export.write_directory(directory, export.contents_of(self), weights, max_shard_size)
 
     def save_checkpoint(
         self, directory: str | os.PathLike[str], *, extra: Any = None, keep: int | None = None
@@ -612,6 +632,23 @@ class StreamedModel:
         caller's, such as the position in the data. OSError if it cannot be written: what was there still is."""
         return checkpoints.save(self, directory, extra, keep)
 
+    def begin_checkpoint(
+        self, directory: str | os.PathLike[str], *, extra: Any = None, keep: int | None = None
+    ) -> PendingCheckpoint:
+        """`save_checkpoint` that returns before the tiles are written; the next steps go on meanwhile. What is saved
+        is the state of now, to the bit: an update of a tile that is not yet written waits, and with it the next use
+        of its weights. Looking at weights, or changing them, waits for all tiles. `wait()` of what is returned, or
+        the next save or load, ends it."""
+        self._wait_saved()
+        self._pending_save = checkpoints.begin(self, directory, extra, keep)
+        return self._pending_save
+
+    def _wait_saved(self) -> None:
+        """Throws a failure that `wait` has not thrown yet."""
+        pending, self._pending_save = self._pending_save, None
+        if pending is not None and not pending.failure_seen:
+            pending.wait()
+
     def load_checkpoint(self, directory: str | os.PathLike[str]) -> Any:
         """Go on from a checkpoint, or from the newest whole one in a directory of them, past damaged ones with a
         warning; returns its `extra`. Weights, masters, moments, step counts, groups of the optimizer, buffers and
@@ -621,12 +658,15 @@ class StreamedModel:
         return checkpoints.load(self, directory)
 
     @classmethod
-    def from_pretrained(cls, path: str | os.PathLike[str], **kwargs: Any) -> StreamedModel:
-        """Stream a Hugging Face model: safetensors are read shard by shard into the tiles. `path` is a
-        directory or an id of the hub; keyword arguments are those of the constructor."""
-        from megatrain.pretrained import stream_pretrained
-
-        return stream_pretrained(cls, path, **kwargs)
+    def from_pretrained(
+        cls, path: str | os.PathLike[str], *, trust_remote_code: bool = False, adapter: Any = None, **kwargs: Any
+    ) -> StreamedModel:
+        """Stream a Hugging Face model: safetensors, or the tensors of .bin files, go into the tiles one by one. `path`
+        is a directory or an id of the hub (safetensors alone); keyword arguments are those of the constructor.
+        ValueError names tensors that are missing or misshapen, a warning those that have no place. Code is never
+        unpickled; Python files of the directory run only with `trust_remote_code`. adapter: a LoraConfig of PEFT; then
+        the model's own weights are frozen, and a new adapter is trained."""
+        return stream_pretrained(cls, path, trust_remote_code, adapter, **kwargs)
 
     def _drain(self) -> None:
         self._engine.wait_updates()

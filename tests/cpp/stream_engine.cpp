@@ -55,6 +55,37 @@ TEST(Drain, CopiesElementsToTheirPlace) {
   EXPECT_EQ(host(small, 0, Section::kGradients), std::vector<float>(kElements, 0.0f));
 }
 
+TEST(Hold, KeepsATileAsItIsUntilItsRelease) {
+  SmallEngine small(plain(), 2, 1);
+  const std::vector<float> before = host(small, 0, Section::kWeights);
+  small.engine->hold({0});
+  small.halve(0);
+  small.halve(1);
+  EXPECT_EQ(small.read(1), 1.0f);  // the other tile's update has ended
+  EXPECT_TRUE(small.engine->updates_pending());
+  EXPECT_EQ(host(small, 0, Section::kWeights), before);
+  std::thread releaser([&] { small.engine->release_hold(0); });
+  EXPECT_EQ(small.read(0), 0.5f);
+  releaser.join();
+  EXPECT_GT(small.engine->held_up_ns(), 0);
+}
+
+TEST(Hold, WhoWaitsForUpdatesWaitsForTheRelease) {
+  SmallEngine small(plain(), 2, 1);
+  small.engine->hold({0, 1});
+  std::atomic<int> released = 0;
+  std::thread releaser([&] {
+    for (int tile : {0, 1}) {
+      ++released;
+      small.engine->release_hold(tile);
+    }
+  });
+  small.engine->wait_updates();
+  EXPECT_EQ(released, 2);
+  releaser.join();
+  EXPECT_THROW(small.engine->hold({2}), CallerError);
+}
+
 TEST(Drain, FetchBringsBackWhatWasDrained) {
   for (const std::size_t pin_limit : {SIZE_MAX, std::size_t{0}}) {
     SmallEngine small(make_host_backend({.max_delay_us = 100, .seed = 8, .pin_limit_bytes = pin_limit}), 1,

@@ -45,6 +45,41 @@ TEST_F(TileGateTest, LetsATestReadPastAPendingUpdate) {
   EXPECT_EQ(gate_.begin_read(0, true), 1);
 }
 
+TEST_F(TileGateTest, AHoldIsAReadUntilItsRelease) {
+  EXPECT_FALSE(gate_.any_held());
+  gate_.hold(0);
+  gate_.hold(0);
+  EXPECT_FALSE(gate_.reads_queued(0));
+  EXPECT_TRUE(gate_.reads_queued(1));
+  EXPECT_TRUE(gate_.begin_read(0));  // others may read, too
+  gate_.read_queued(0, ReadLane::kWeights, event());
+  gate_.release(0);
+  EXPECT_FALSE(gate_.reads_queued(0));
+  EXPECT_TRUE(gate_.any_held());
+  gate_.release(0);
+  EXPECT_TRUE(gate_.reads_queued(0));
+  EXPECT_FALSE(gate_.any_held());
+  EXPECT_EQ(changes_, 3);
+}
+
+TEST_F(TileGateTest, CountsTheTimeInWhichUpdatesWaitForAHold) {
+  gate_.hold(0);
+  gate_.hold(1);
+  EXPECT_EQ(gate_.held_up_ns(), 0);
+  gate_.release(0);
+  EXPECT_EQ(gate_.held_up_ns(), 0);  // nobody waited
+  gate_.queue_update(1);
+  gate_.queue_update(1);
+  const std::int64_t at_first = gate_.held_up_ns();
+  while (gate_.held_up_ns() == at_first) {
+  }
+  gate_.release(1);
+  const std::int64_t total = gate_.held_up_ns();
+  EXPECT_GT(total, 0);
+  gate_.update_ended(1);
+  EXPECT_EQ(gate_.held_up_ns(), total);
+}
+
 TEST_F(TileGateTest, KnowsTheLastReadOfEachLane) {
   EXPECT_TRUE(gate_.reads_queued(0));
   EXPECT_TRUE(gate_.last_reads(0).empty());

@@ -19,6 +19,7 @@ import families
 from families import FAMILIES, text_batch
 
 import megatrain
+from megatrain.checkpoints import PendingCheckpoint
 from megatrain.checkpoints.directory import has_any
 from megatrain.checkpoints.tile_file import sections
 
@@ -44,7 +45,7 @@ def digest(model: megatrain.StreamedModel) -> str:
 
 
 def saver(directory: Path, log: Path) -> None:
-    """Steps, each followed by a save, until killed. Every third step is saved twice."""
+    """Steps, each followed by a save beside the next one, until killed. Every third step is saved twice at once."""
     told = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
     def tell(*words: object) -> None:
@@ -54,13 +55,22 @@ def saver(directory: Path, log: Path) -> None:
     if has_any(directory):
         model.load_checkpoint(directory)
     tell("ready")
+    pending: tuple[PendingCheckpoint, int, str] | None = None
     while True:
         model.step(text_batch(model.steps))
+        if pending is not None:
+            saving, *saved = pending
+            saving.wait()
+            tell("end", *saved)
+            pending = None
         made = digest(model)
         tell("begin", model.steps, made)
-        for _ in range(2 if model.steps % 3 == 0 else 1):
-            model.save_checkpoint(directory, keep=KEEP)
-            tell("end", model.steps, made)
+        if model.steps % 3 == 0:
+            for _ in range(2):
+                model.save_checkpoint(directory, keep=KEEP)
+                tell("end", model.steps, made)
+        else:
+            pending = model.begin_checkpoint(directory, keep=KEEP), model.steps, made
 
 
 def kill_many(directory: Path, kills: int, seed: int) -> dict[str, int]:

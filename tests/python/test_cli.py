@@ -300,11 +300,34 @@ def test_version_help_and_info(capsys: pytest.CaptureFixture[str]) -> None:
         "memory limit",
         "locked memory",
         "huge pages",
+        "NVIDIA driver",
         "GPU",
         "torch",
     ):
         assert re.search(rf"^{name}", shown, re.MULTILINE)
     assert megatrain._native.cpu_model() in shown
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        (("16.0 GT/s PCIe", "8", "32.0 GT/s PCIe", "16", "1"), "PCIe gen 4 x8 (at most gen 5 x16), NUMA node 1"),
+        (("32.0 GT/s PCIe", "16", "32.0 GT/s PCIe", "16", "-1"), "PCIe gen 5 x16"),
+        (("128.0 GT/s PCIe", "16", None, None, None), "PCIe 128.0 GT/s x16"),
+        (("Unknown", "63", None, None, "0"), "link not told by the kernel"),
+        ((None, None, None, None, None), "link not told by the kernel"),
+    ],
+)
+def test_the_link_of_a_gpu(files: tuple[str | None, ...], expected: str, tmp_path: Path) -> None:
+    from megatrain.cli.pci import link
+
+    folder = tmp_path / "0000:3b:00.0"
+    folder.mkdir()
+    names = ("current_link_speed", "current_link_width", "max_link_speed", "max_link_width", "numa_node")
+    for name, text in zip(names, files, strict=True):
+        if text is not None:
+            (folder / name).write_text(text + "\n")
+    assert link("0000:3b:00.0", tmp_path) == expected
 
 
 def test_warnings_are_one_line(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,7 @@ def test_misshapen_tensor_is_refused_by_name(tmp_path: Path) -> None:
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.norm.weight"] = torch.zeros(5)
     save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(5,\) in the state and \(32,\)"):
+    with pytest.raises(ValueError, match=r"model\.norm\.weight has shape \(5,\) in .* and \(32,\) in the model"):
         stream_from(tmp_path)
 
 
@@ -121,3 +122,126 @@ def test_meta_module_with_loaded_weights_trains(monkeypatch: pytest.MonkeyPatch)
     model.load_state_dict(module.state_dict())
     same = megatrain.StreamedModel(module, device="cpu", dtype=torch.float32)
     assert model.step(text_batch(1)).loss == same.step(text_batch(1)).loss
+
+
+# .bin files
+
+
+def to_bin(path: Path) -> None:
+    """The directory's safetensors as torch's own files, index and all."""
+    for file in path.glob("*.safetensors"):
+        torch.save(load_file(file), path / f"pytorch_{file.stem}.bin")
+        file.unlink()
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        text = index.read_text().replace("model-", "pytorch_model-").replace(".safetensors", ".bin")
+        (path / "pytorch_model.bin.index.json").write_text(text)
+        index.unlink()
+
+
+@pytest.mark.parametrize("shard", ["5GB", "20KB"])
+def test_bin_files_are_read(shard: str, tmp_path: Path) -> None:
+    module = saved(tmp_path / "in", "llama", shard)
+    files = sorted(file.name for file in (tmp_path / "in").glob("*.safetensors"))
+    to_bin(tmp_path / "in")
+    model = stream_from(tmp_path / "in", dtype=torch.float32)
+    state = model.state_dict()
+    for key, value in module.state_dict().items():
+        assert torch.equal(state[key], value), key
+    model.save_pretrained(tmp_path / "out")
+    assert sorted(file.name for file in (tmp_path / "out").glob("*.safetensors")) == files
+
+
+def test_bin_files_of_the_old_format_are_read(tmp_path: Path) -> None:
+    module = saved(tmp_path, "llama")
+    weights = load_file(tmp_path / "model.safetensors")
+    torch.save(weights, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    (tmp_path / "model.safetensors").unlink()
+    state = stream_from(tmp_path, dtype=torch.float32).state_dict()
+    assert all(torch.equal(state[key], value) for key, value in module.state_dict().items())
+
+
+class Trap:
+    """Unpickled, it makes a directory."""
+
+    def __init__(self, made: Path) -> None:
+        self.made = made
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.made),)
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_code_in_a_bin_file_is_refused_and_not_run(zipped: bool, tmp_path: Path) -> None:
+    saved(tmp_path, "llama")
+    weights: dict[str, Any] = dict(load_file(tmp_path / "model.safetensors"))
+    weights["model.norm.weight"] = Trap(tmp_path / "trapped")
+    torch.save(weights, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin holds more than tensors and was not loaded: .*mkdir"):
+        stream_from(tmp_path)
+    assert not (tmp_path / "trapped").exists()
+    torch.load(tmp_path / "pytorch_model.bin", weights_only=False)
+    assert (tmp_path / "trapped").exists()  # the trap works
+
+
+def test_a_bin_file_of_something_else_is_named(tmp_path: Path) -> None:
+    saved(tmp_path, "llama")
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no \*\.safetensors and no pytorch_model\*\.bin"):
+        stream_from(tmp_path)
+    torch.save([1, 2], tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin is not a dictionary of tensors"):
+        stream_from(tmp_path)
+
+
+# names, code
+
+
+def test_unexpected_tensors_are_named_and_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, "llama")
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file({**weights, "extra.head": torch.zeros(3)}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "from_pretrained", None)
+    with pytest.warns(UserWarning, match=r"holds 1 tensors that the architecture has no place for, .*: extra\.head"):
+        model = stream_from(tmp_path)
+    assert model.evaluate(text_batch(1)).loss > 0
+
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+Path(__file__).with_name("ran").touch()
+class OwnConfig(LlamaConfig):
+    model_type = "own_llama"
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        if output.loss is not None:
+            output.loss = output.loss * 2
+        return output
+"""
+
+
+def test_code_of_a_directory_runs_only_when_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = tmp_path / "cache"
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(modules))
+    module = saved(tmp_path / "in", "llama")
+    path = tmp_path / "in" / "config.json"
+    config = json.loads(path.read_text())
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+    config["model_type"], config["architectures"] = "own_llama", ["OwnModel"]
+    path.write_text(json.dumps(config))
+    (tmp_path / "in" / "own.py").write_text(CODE)
+    with pytest.raises(ValueError, match=r"brings code of its own \(own\.py\), which is not run unless asked for"):
+        stream_from(tmp_path / "in")
+    assert not list(tmp_path.rglob("ran"))
+    model = stream_from(tmp_path / "in", trust_remote_code=True, dtype=torch.float32)
+    assert list(modules.rglob("ran"))
+    same = megatrain.StreamedModel(module, device="cpu", dtype=torch.float32)
+    assert model.evaluate(text_batch(1)).loss == pytest.approx(2 * same.evaluate(text_batch(1)).loss)
+    model.save_pretrained(tmp_path / "out")
+    assert (tmp_path / "out" / "own.py").read_text() == CODE
+    again = stream_from(tmp_path / "out", trust_remote_code=True, dtype=torch.float32)
+    assert again.evaluate(text_batch(1)).loss == model.evaluate(text_batch(1)).loss

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from megatrain.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -52,8 +52,9 @@ class PartialCheckpoint:
         self._hashing.shutdown()
         shutil.rmtree(self._path, ignore_errors=True)
 
-    def write(self, name: str, parts: Iterable[memoryview]) -> None:
-        """A file of these bytes, on the disk when this returns. OSError names the file."""
+    def write(self, name: str, parts: Iterable[memoryview], was_read: Callable[[], None] | None = None) -> None:
+        """A file of these bytes, on the disk when this returns; `was_read` is called earlier, once the bytes may
+        change. OSError names the file."""
         path = self._path / name
         checksum = hashlib.blake2b(digest_size=16)
         size = 0
@@ -70,6 +71,8 @@ class PartialCheckpoint:
                         finally:
                             hashed.result()
                     size += part.nbytes
+                if was_read is not None:
+                    was_read()
                 os.fsync(file.fileno())
         except OSError as error:
             raise OSError(error.errno, error.strerror or str(error), str(path)) from error
@@ -99,7 +102,7 @@ class PartialCheckpoint:
 def find(directory: Path) -> Path:
     """`directory` if it is a checkpoint, else the newest whole one in it. Every byte is checked. One warning names
     those that are damaged and newer; CheckpointError if none is left."""
-    if _NAME.fullmatch(directory.name) or (directory / MANIFEST).exists():
+    if is_checkpoint(directory):
         reason = damage(directory) if directory.is_dir() else "it does not exist"
         if reason is not None:
             raise CheckpointError(f"{directory} cannot be used: {reason}")
@@ -113,6 +116,11 @@ def find(directory: Path) -> Path:
             return path
         passed.append(f"{path} is damaged: {reason}")
     raise CheckpointError("; ".join([f"{directory} has no whole checkpoint", *passed]))
+
+
+def is_checkpoint(directory: Path) -> bool:
+    """By its name or its list of files; whether it is whole, `find` tells."""
+    return _NAME.fullmatch(directory.name) is not None or (directory / MANIFEST).exists()
 
 
 def has_any(directory: Path) -> bool:

@@ -57,8 +57,19 @@ def capture(model: StreamedModel, extra: Any) -> dict[str, Any]:
         "skipped_steps": model.skipped_steps,
         "optimizer": model.optimizer.progress(),
         "random": random_states.capture(model.device),
+        "export": _contents(model),
         "extra": extra,
     }
+
+
+def _contents(model: StreamedModel) -> dict[str, Any]:
+    """For an export without the module. A run whose model cannot be exported can still be saved."""
+    from megatrain.export.contents import contents_of
+
+    try:
+        return contents_of(model).to_plain()
+    except ValueError as error:
+        return {"refused": str(error)}
 
 
 def require_fit(state: Mapping[str, Any], model: StreamedModel, path: object) -> None:

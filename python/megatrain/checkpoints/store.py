@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatrain.checkpoints import model_state, random_states
 from megatrain.checkpoints.directory import PartialCheckpoint, find, keep_last
+from megatrain.checkpoints.pending import HeldTiles, PendingCheckpoint
 from megatrain.checkpoints.tile_file import read_tile, tile_bytes
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable, Iterable
 
+    from megatrain._native import TileStore
     from megatrain.model import StreamedModel
 
 STATE = "state.json"
@@ -25,6 +30,38 @@ def tile_name(tile: int) -> str:
 
 def save(model: StreamedModel, directory: str | os.PathLike[str], extra: Any, keep: int | None) -> Path:
     """`StreamedModel.save_checkpoint`."""
+    beside = _capture(model, extra, keep)
+    store = model._tiles.store
+    return _write(Path(directory), beside, keep, ((tile, _nothing) for tile in range(len(store))), store)
+
+
+def begin(model: StreamedModel, directory: str | os.PathLike[str], extra: Any, keep: int | None) -> PendingCheckpoint:
+    """`StreamedModel.begin_checkpoint`."""
+    began = time.perf_counter()
+    beside = _capture(model, extra, keep)
+    engine, store = model._engine, model._tiles.store
+    # The next forward needs the first of them first, and those it needs updated.
+    order = list(dict.fromkeys([*model._updates.next_uses, *range(len(store))]))
+    held = HeldTiles(engine, order)
+
+    def write() -> Path:
+        with held:
+            tiles = ((tile, lambda tile=tile: held.release(tile)) for tile in order)
+            return _write(Path(directory), beside, keep, tiles, store)
+
+    return PendingCheckpoint(write, held, began)
+
+
+@dataclass(frozen=True)
+class _Beside:
+    """What a checkpoint holds besides tiles, as of the end of a step."""
+
+    step: int
+    state: bytes
+    buffers: bytes
+
+
+def _capture(model: StreamedModel, extra: Any, keep: int | None) -> _Beside:
     from safetensors.torch import save as safetensors_bytes
 
     if keep is not None and keep < 1:
@@ -32,6 +69,7 @@ def save(model: StreamedModel, directory: str | os.PathLike[str], extra: Any, ke
     if model._sink.pending:
         raise RuntimeError("a backward() is waiting for optimizer.step() or optimizer.zero_grad()")
     model._require_loaded()
+    model._wait_saved()
     model._drain()
     model._face.take_over_edits()
     state = model_state.capture(model, extra)
@@ -39,16 +77,30 @@ def save(model: StreamedModel, directory: str | os.PathLike[str], extra: Any, ke
         text = json.dumps(state).encode()
     except (TypeError, ValueError) as error:
         raise ValueError(f"a checkpoint holds plain values besides the model: {error}") from None
-    store = model._tiles.store
-    with PartialCheckpoint(Path(directory), model.steps) as partial:
-        for unit in model._plan.units:
-            partial.write(tile_name(unit.tile), tile_bytes(store, unit.tile))
-        partial.write(BUFFERS, [memoryview(safetensors_bytes(model_state.buffers(model)))])
-        partial.write(STATE, [memoryview(text)])
+    return _Beside(model.steps, text, safetensors_bytes(model_state.buffers(model)))
+
+
+def _write(
+    directory: Path,
+    beside: _Beside,
+    keep: int | None,
+    tiles: Iterable[tuple[int, Callable[[], None]]],
+    store: TileStore,
+) -> Path:
+    """`tiles`: each with what is called once its bytes have been read."""
+    with PartialCheckpoint(directory, beside.step) as partial:
+        for tile, was_read in tiles:
+            partial.write(tile_name(tile), tile_bytes(store, tile), was_read)
+        partial.write(BUFFERS, [memoryview(beside.buffers)])
+        partial.write(STATE, [memoryview(beside.state)])
         path = partial.finish()
     if keep is not None:
         keep_last(path, keep)
     return path
+
+
+def _nothing() -> None:
+    pass
 
 
 def load(model: StreamedModel, directory: str | os.PathLike[str]) -> Any:
@@ -57,6 +109,7 @@ def load(model: StreamedModel, directory: str | os.PathLike[str]) -> Any:
 
     if model._sink.pending:
         raise RuntimeError("a backward() is waiting for optimizer.step() or optimizer.zero_grad()")
+    model._wait_saved()  # it may be the one
     path = find(Path(directory))
     state = json.loads((path / STATE).read_bytes())
     model_state.require_fit(state, model, path)

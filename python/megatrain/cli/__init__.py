@@ -15,6 +15,7 @@ _COMMANDS = {
     "train": "train or fine-tune a language model from a YAML file",
     "plan": "predict where a model's parts would go on a machine and how long a step would take",
     "report": "draw a run: the timeline of a step, memory, curves, achieved against predicted",
+    "export": "write a checkpoint's weights as a Hugging Face model directory, or a LoRA adapter's",
     "info": "show what megatrain sees of this machine",
     "bench": "measure what the machine's memory, link and GPU can do, and whether megatrain reaches it",
 }

@@ -1,15 +1,18 @@
 """`megatrain info`: what decides speed and limits on this machine."""
 
 import argparse
+import contextlib
 import platform
 import resource
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatrain import _native
+from megatrain.cli.pci import link
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -29,6 +32,9 @@ def describe() -> Iterator[tuple[str, str]]:
     yield "python", f"{platform.python_version()} on {platform.system()} {platform.release()}"
     for package in ("torch", "transformers", "safetensors", "numpy"):
         yield package, metadata.version(package)
+    for package in ("peft", "datasets", "accelerate"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            yield package, metadata.version(package)
     yield "CPU", _native.cpu_model()
     yield "update kernel", f"{_isa()} (of {', '.join(_native.isa_names())})"
     yield "usable cores", str(_native.usable_cores())
@@ -63,10 +69,13 @@ def _huge_pages() -> str:
         choices = Path("/sys/kernel/mm/transparent_hugepage/enabled").read_text()
     except OSError:
         return "not offered by the kernel"
-    return choices[choices.find("[") + 1 : choices.find("]")]
+    chosen = choices[choices.find("[") + 1 : choices.find("]")]
+    advised = {"always": "used", "madvise": "used where asked for, as megatrain does", "never": "not used"}
+    return f"{chosen} ({advised[chosen]})" if chosen in advised else chosen
 
 
 def _gpus() -> Iterator[tuple[str, str]]:
+    yield "NVIDIA driver", _driver()
     count = _native.cuda_device_count()
     if count == 0:
         yield "GPU", f"none: {_native.cuda_unavailable_reason()}"
@@ -76,7 +85,20 @@ def _gpus() -> Iterator[tuple[str, str]]:
         yield "CUDA of torch", str(torch.version.cuda)
         for index in range(torch.cuda.device_count()):
             properties = torch.cuda.get_device_properties(index)
-            yield f"GPU {index}", f"{properties.name}, {_size(properties.total_memory)}"
+            yield f"GPU {index}", f"{properties.name}, {_size(properties.total_memory)}, {link(_address(properties))}"
+
+
+def _address(properties: Any) -> str:
+    return f"{properties.pci_domain_id:04x}:{properties.pci_bus_id:02x}:{properties.pci_device_id:02x}.0"
+
+
+def _driver() -> str:
+    """Of NVIDIA's kernel module."""
+    try:
+        words = Path("/proc/driver/nvidia/version").read_text().splitlines()[0].split()
+    except (OSError, IndexError):
+        return "not loaded, or not told by the kernel"
+    return next((word for word in words if word[0].isdigit() and "." in word), " ".join(words))
 
 
 def _size(nbytes: int) -> str:

@@ -85,7 +85,8 @@ def _settings(config: str, overrides: list[str]) -> "TrainSettings":
     else:
         values = read_values(config, overrides)
     # A plan needs neither text nor a number of steps.
-    return check({"data": "none", "steps": 1, **values}, config)
+    length = {} if "epochs" in values else {"steps": 1}
+    return check({"data": "none", **length, **values}, config)
 
 
 def _job(settings: "TrainSettings", tokens: int | None) -> "Job":

@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from megatrain.checkpoints import PendingCheckpoint
 from megatrain.checkpoints.directory import has_any
 from megatrain.data import DataError
 from megatrain.errors import CheckpointError
@@ -13,6 +14,8 @@ from .errors import RunError, UserError, one_line
 from .hooks import Hook, Run
 from .output import RunDirectory
 
+TOKENIZER = "tokenizer"
+
 
 class Checkpoints(Hook):
     """The last of the hooks: what the others found after the step is saved with it."""
@@ -20,36 +23,75 @@ class Checkpoints(Hook):
     def __init__(self) -> None:
         self.last: Path | None = None
         self.last_step = 0
+        self.pending: tuple[int, PendingCheckpoint] | None = None
+        """The step and what is written beside the next ones."""
         self.failure: str | None = None
         """Why an interrupted run could not be saved."""
 
     def after_step(self, run: Run) -> None:
+        if self.pending is not None and self.pending[1].done:
+            self._end(run)
         every = run.settings.checkpoint.every
         if every is not None and run.step % every == 0 and run.step != self.last_step:
+            self._end(run)
             run.watched = run.step
+            directory = _directory(run)
             try:
-                self._save(run)
+                begun = run.model.begin_checkpoint(directory, extra=run.state_dict(), keep=run.settings.checkpoint.keep)
             except OSError as error:
                 raise RunError(f"step {run.step}: the checkpoint could not be saved: {error}") from error
+            self.pending = run.step, begun
 
     def interrupted(self, run: Run) -> None:
+        try:
+            self._end(run)
+        except RunError as error:
+            self.failure = str(error)
         if run.directory.path is None or run.step in (0, self.last_step):
             return
+        began = time.perf_counter()
         try:
-            self._save(run)
+            path = run.model.save_checkpoint(_directory(run), extra=run.state_dict(), keep=run.settings.checkpoint.keep)
         except OSError as error:
             self.failure = str(error)
+        else:
+            seconds = time.perf_counter() - began
+            self._saved(run, run.step, path, seconds, seconds)
 
-    def _save(self, run: Run) -> None:
-        assert run.directory.path is not None
-        began = time.perf_counter()
-        path = run.model.save_checkpoint(
-            run.directory.path, extra=run.state_dict(), keep=run.settings.checkpoint.keep
+    def ended(self, run: Run) -> None:
+        self._end(run)
+
+    def _end(self, run: Run) -> None:
+        """Of the one that is being written, if there is one."""
+        if self.pending is None:
+            return
+        (step, begun), self.pending = self.pending, None
+        try:
+            path = begun.wait()
+        except OSError as error:
+            raise RunError(f"step {step}: the checkpoint could not be saved: {error}") from error
+        self._saved(run, step, path, begun.seconds, begun.stall_seconds)
+
+    def _saved(self, run: Run, step: int, path: Path, seconds: float, stall: float) -> None:
+        self.last, self.last_step, self.failure = path, step, None
+        run.log(
+            {
+                "step": step,
+                "checkpoint": path.name,
+                "checkpoint_seconds": seconds,
+                "checkpoint_stall_seconds": stall,
+            }
         )
-        seconds = time.perf_counter() - began
-        self.last, self.last_step = path, run.step
-        run.log({"step": run.step, "checkpoint": path.name, "checkpoint_seconds": seconds})
-        run.progress.note(f"step {run.step}  saved {path} in {seconds:.1f} s")
+        run.progress.note(f"step {step}  saved {path} in {seconds:.1f} s, {stall:.1f} s of them training waited")
+
+
+def _directory(run: Run) -> Path:
+    """The run's, with the tokenizer in it, so that a checkpoint can be exported."""
+    directory = run.directory.path
+    assert directory is not None
+    if not (directory / TOKENIZER).exists():
+        run.prepared.tokenizer.tokenizer.save_pretrained(str(directory / TOKENIZER))
+    return directory
 
 
 def resume(run: Run, checkpoints: Checkpoints) -> Path | None:

@@ -30,6 +30,16 @@ class OptimizerSettings(Settings):
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="Global norm to clip to; null for no clipping.")
 
 
+class LoraSettings(Settings):
+    rank: int = Field(default=16, ge=1, description="Of the two matrices.")
+    alpha: float = Field(default=32.0, gt=0, description="The adapter's output is multiplied by alpha / rank.")
+    dropout: float = Field(default=0.0, ge=0, lt=1, description="Of the adapter's input.")
+    targets: Texts = Field(
+        default_factory=lambda: ["all-linear"],
+        description="Names of linear layers, such as [q_proj, v_proj]; all-linear: all but the output embedding.",
+    )
+
+
 class ScheduleSettings(Settings):
     kind: Literal["cosine", "constant", "linear", "wsd"] = Field(
         default="cosine",
@@ -157,6 +167,16 @@ class TrainSettings(Settings):
     compile: bool | Literal["auto"] = Field(
         default="auto", description="torch.compile the blocks: true, false, or auto, which does on a GPU."
     )
+    trust_remote_code: bool = Field(
+        default=False, description="Run the Python files that a model directory brings. Look at them first."
+    )
+    lora: LoraSettings | None = Field(
+        default=None,
+        description=(
+            "Freeze the model and train a LoRA adapter, saved in PEFT's format; {} for the defaults, null for full "
+            "training. Needs peft."
+        ),
+    )
     slots: int = Field(
         default=2, ge=2, description="Device buffers, each of the largest layer, that weights stream through."
     )
@@ -217,6 +237,10 @@ class TrainSettings(Settings):
         return self
 
     def _disagreements(self) -> Iterator[tuple[bool, str]]:
+        yield (
+            self.lora is not None and not isinstance(self.model, str),
+            "lora is given, but model is the shape of a new model; an adapter needs a trained one",
+        )
         yield self.steps is None and self.epochs is None, "one of the keys 'steps' and 'epochs' is missing"
         yield self.steps is not None and self.epochs is not None, "steps and epochs are both given; one is enough"
         yield (

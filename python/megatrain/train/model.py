@@ -1,5 +1,6 @@
 """Build the streamed model that the settings ask for: a new one from a shape, or a directory's."""
 
+import importlib.util
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import megatrain
@@ -36,8 +37,9 @@ class ModelSource:
             raise UserError(f"sequence_length is {sequence_length}, but the model has {positions} positions")
 
 
-def open_directory(path: str, weights: bool = True) -> ModelSource:
-    """Check a Hugging Face model directory without reading its weights; with `weights` they must be there."""
+def open_directory(path: str, weights: bool = True, trust_remote_code: bool = False) -> ModelSource:
+    """Check a Hugging Face model directory without reading its weights; with `weights` they must be there. Its own
+    code runs only with `trust_remote_code`."""
     directory = Path(path)
     if not directory.is_dir():
         raise UserError(f"model {path}: no such directory")
@@ -50,8 +52,12 @@ def open_directory(path: str, weights: bool = True) -> ModelSource:
         raise UserError(f"{file}: {one_line(error)}") from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise UserError(f"{file}: names no model_type")
-    if weights and not list(directory.glob("*.safetensors")):
-        raise UserError(f"model {path}: holds no .safetensors weights")
+    if weights and not [*directory.glob("*.safetensors"), *directory.glob("pytorch_model*.bin")]:
+        raise UserError(f"model {path}: holds no .safetensors and no pytorch_model.bin weights")
+    if values.get("auto_map") and trust_remote_code:
+        return ModelSource(AutoConfig.from_pretrained(path, trust_remote_code=True), directory)
+    if values.get("auto_map") and values["model_type"] not in CONFIG_MAPPING:
+        raise UserError(f"model {path}: brings code of its own; trust_remote_code: true runs it, after a look at it")
     return ModelSource(_make_config(values["model_type"], lambda cls: cls.from_dict(values), str(file)), directory)
 
 
@@ -111,7 +117,12 @@ def stream(source: ModelSource, settings: TrainSettings) -> megatrain.StreamedMo
     )
     try:
         if source.directory is not None:
-            return megatrain.StreamedModel.from_pretrained(str(source.directory), **arguments)
+            return megatrain.StreamedModel.from_pretrained(
+                str(source.directory),
+                trust_remote_code=settings.trust_remote_code,
+                adapter=_adapter(settings),
+                **arguments,
+            )
         torch.manual_seed(settings.seed)
         make: Any = AutoModelForCausalLM.from_config  # untyped
         module = make(source.config, dtype=torch.float32)
@@ -119,6 +130,27 @@ def stream(source: ModelSource, settings: TrainSettings) -> megatrain.StreamedMo
     except (ValueError, TypeError, ZeroDivisionError, OSError, SafetensorError) as error:
         where = "model" if source.directory is None else f"model {source.directory}"
         raise UserError(f"{where}: {one_line(error)}") from error
+
+
+def _adapter(settings: TrainSettings) -> Any:
+    """A LoraConfig of PEFT, whose initial values the seed decides."""
+    lora = settings.lora
+    if lora is None:
+        return None
+    if importlib.util.find_spec("peft") is None:
+        raise UserError("lora: peft is not installed; run: pip install peft")
+    from peft import LoraConfig
+
+    torch.manual_seed(settings.seed)
+    targets = lora.targets[0] if lora.targets == ["all-linear"] else lora.targets
+    return LoraConfig(
+        task_type="CAUSAL_LM",
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]
+        lora_dropout=lora.dropout,
+        target_modules=targets,
+        base_model_name_or_path=str(settings.model),
+    )
 
 
 def resolve_dtype(settings: TrainSettings) -> torch.dtype:

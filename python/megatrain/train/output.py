@@ -98,7 +98,7 @@ class RunDirectory:
         values = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         with (self.path_ / "metrics.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(values) + "\n")
-        self.step_ = int(record.get("step", self.step_))
+        self.step_ = max(self.step_, int(record.get("step", 0)))  # a checkpoint's record comes later
         send(self.trackers_, self.step_, record)
 
     def close(self) -> None:

@@ -75,11 +75,15 @@ def _tell(message: str) -> None:
 
 def _prepare(settings: TrainSettings, tell: Callable[[str], None]) -> Prepared:
     data = settings.data
-    source = open_directory(settings.model) if isinstance(settings.model, str) else None
+    source = (
+        open_directory(settings.model, trust_remote_code=settings.trust_remote_code)
+        if isinstance(settings.model, str)
+        else None
+    )
     template = _read_template(data.chat_template)
     loaded = None
     if source is not None and source.directory is not None:
-        loaded = load_tokenizer(source.directory)
+        loaded = load_tokenizer(source.directory, settings.trust_remote_code)
         if "tokenizer" in settings.model_fields_set:
             tell(f"the key 'tokenizer' is not used; {source.directory} has its own")
     has_template = template is not None or bool(loaded and loaded.tokenizer.chat_template)

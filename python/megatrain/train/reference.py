@@ -37,14 +37,18 @@ def _table(model: type[BaseModel]) -> Iterator[str]:
     yield "|---|---|---|---|"
     for name, field in model.model_fields.items():
         section = _model(field)
-        value = f"[section](#{name})" if section is not None else _value(field)
-        default = "" if section is not None else _default(field)
+        optional = " or null" if type(None) in get_args(field.annotation) else ""
+        value = f"[section](#{name}){optional}" if section is not None else _value(field)
+        default = "" if section is not None and not optional else _default(field)
         yield f"| `{name}` | {value} | {default} | {_cell(field.description or '')} |"
 
 
 def _model(field: FieldInfo) -> type[BaseModel] | None:
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+    """The section that a key is, which may be null."""
+    kinds = [kind for kind in get_args(field.annotation) if kind is not type(None)] or [field.annotation]
+    if len(kinds) == 1 and isinstance(kinds[0], type) and issubclass(kinds[0], BaseModel):
+        return kinds[0]
+    return None
 
 
 def _value(field: FieldInfo) -> str:

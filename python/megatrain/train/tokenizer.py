@@ -48,13 +48,15 @@ def train_tokenizer(settings: TokenizerSettings, texts: Iterable[str]) -> TextTo
     return TextTokenizer(wrapped, begin=None, end=wrapped.eos_token_id)
 
 
-def load_tokenizer(directory: Path) -> TextTokenizer:
+def load_tokenizer(directory: Path, trust_remote_code: bool = False) -> TextTokenizer:
     """The tokenizer of a model directory, with its own habit of a begin token."""
     # Without one of these, transformers makes an empty tokenizer of the model type, silently.
     if not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         raise UserError(f"model {directory}: holds no tokenizer (none of {', '.join(_TOKENIZER_FILES)})")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # transformers raises many kinds for a missing or broken tokenizer
         raise UserError(f"model {directory}: no tokenizer could be loaded: {one_line(error)}") from None
     end = tokenizer.eos_token_id

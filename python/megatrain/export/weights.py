@@ -1,0 +1,111 @@
+"""Tensors for an export, a piece at a time: of a model's tiles, or of the files of a checkpoint.
+
+Of either the values are the same: in bf16 what is streamed, in fp32 the exact master."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from megatrain._native import Section
+from megatrain.checkpoint import persistent_buffers
+from megatrain.checkpoints.store import BUFFERS, STATE, tile_name
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from pathlib import Path
+
+    from megatrain.model import StreamedModel
+
+_PIECE_ELEMENTS = 4 << 20
+
+
+class Weights(Protocol):
+    """Parameters in `dtype`, buffers in their own type; `pieces` are flat, on the host, in order."""
+
+    dtype: torch.dtype
+
+    def shape(self, name: str) -> list[int]: ...
+
+    def dtype_of(self, name: str) -> torch.dtype: ...
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]: ...
+
+
+class ModelWeights:
+    """Views of the tiles where `dtype` is what they hold, else one parameter at a time."""
+
+    def __init__(self, model: StreamedModel, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self._tiles = model._tiles
+        self._parameters = {parameter.name: parameter for parameter in model._plan.parameters}
+        buffers = persistent_buffers(model.module, model._blocks)
+        self._buffers: dict[str, Any] = {name: owner._buffers[inner] for name, owner, inner in buffers}
+
+    def shape(self, name: str) -> list[int]:
+        return list(self._parameters[name].shape if name in self._parameters else self._buffers[name].shape)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self.dtype if name in self._parameters else self._buffers[name].dtype
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        if name not in self._parameters:
+            yield self._buffers[name].detach().cpu().reshape(-1)
+            return
+        parameter = self._parameters[name]
+        weights = self._tiles.view(parameter, Section.weights)
+        if self.dtype == torch.float32 and weights.dtype != torch.float32 and parameter.trainable:
+            yield self._tiles.master(parameter).view(-1)
+            return
+        flat = weights.view(-1)
+        for begin in range(0, flat.numel(), _PIECE_ELEMENTS):
+            yield flat[begin : begin + _PIECE_ELEMENTS].to(self.dtype)
+
+
+class CheckpointWeights:
+    """Of a whole checkpoint, as `checkpoints.directory.find` gives it. `dtype` None: as it was streamed."""
+
+    def __init__(self, path: Path, dtype: torch.dtype | None = None) -> None:
+        from safetensors import safe_open
+        from safetensors.torch import load as safetensors_tensors
+
+        state = json.loads((path / STATE).read_bytes())
+        self.dtype = dtype or getattr(torch, state["model"]["dtype"])
+        self.contents: dict[str, Any] | None = state.get("export")
+        """As Contents.to_plain gives them; None of a checkpoint that an older megatrain saved."""
+        self._open: Any = lambda tile: safe_open(path / tile_name(tile), framework="pt")
+        self._places = {
+            parameter["name"]: (tile, parameter)
+            for tile, entry in enumerate(state["model"]["tiles"])
+            for parameter in entry["parameters"]
+        }
+        self._buffers = safetensors_tensors((path / BUFFERS).read_bytes())
+
+    def shape(self, name: str) -> list[int]:
+        return list(self._places[name][1]["shape"] if name in self._places else self._buffers[name].shape)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        return self.dtype if name in self._places else self._buffers[name].dtype
+
+    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+        if name not in self._places:
+            yield self._buffers[name].reshape(-1)
+            return
+        tile, parameter = self._places[name]
+        first, last = parameter["offset"], parameter["offset"] + math.prod(parameter["shape"])
+        with self._open(tile) as file:
+            weights = file.get_slice("weights")
+            split = parameter["trainable"] and "master_low" in file.keys()
+            low = file.get_slice("master_low") if split and self.dtype == torch.float32 else None
+            for begin in range(first, last, _PIECE_ELEMENTS):
+                end = min(begin + _PIECE_ELEMENTS, last)
+                piece = weights[begin:end]
+                yield piece.to(self.dtype) if low is None else _joined(piece, low[begin:end])
+
+
+def _joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """fp32 values of the two halves: bits = (high << 16) + low, where low is signed."""
+    return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
