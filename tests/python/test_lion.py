@@ -111,7 +111,7 @@ def test_resident_blocks(device: object, torch_device: str) -> None:
         megatrain.StreamedModel(
             families.build(FAMILIES[0]), device=device, optimizer=LION, placement=placement, compile=False
         )
-        for placement in (resident, None)
+        for placement in (resident, megatrain.Placement())
     ]
     for step in range(3):
         first, second = (model.step(text_batch(step)).loss for model in models)
