@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # The models are tiny: a second OpenMP thread only waits for the first.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -38,6 +39,13 @@ def device(request: pytest.FixtureRequest) -> object:
 @pytest.fixture
 def torch_device(device: object) -> str:
     return "cuda" if device == "cuda" else "cpu"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interruptible() -> None:
+    """A shell without job control starts what it puts into the background with Ctrl-C ignored, and so are children."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
