@@ -11,7 +11,27 @@ ParameterGroups = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class AdamW:
+class _Settings:
+    """What every rule's settings have."""
+
+    rule: ClassVar[str]
+    moments: ClassVar[tuple[str, ...]]
+    hyperparameters: ClassVar[tuple[str, ...]]
+
+    params: ParameterGroups | None = None
+    decay_biases_and_norms: bool = False
+
+    def __post_init__(self) -> None:
+        check_hyperparameters(self.defaults)
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """What a group has that says nothing else."""
+        return {name: getattr(self, name) for name in self.hyperparameters}
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamW(_Settings):
     """AdamW with decoupled weight decay, as torch.optim.AdamW (Loshchilov and Hutter, 2017).
 
     `params`: parameter groups as torch takes them, each a mapping with "params" (parameters of the
@@ -23,25 +43,16 @@ class AdamW:
 
     rule: ClassVar[str] = "adamw"
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
+    hyperparameters: ClassVar[tuple[str, ...]] = ("lr", "betas", "eps", "weight_decay")
 
     lr: float = 1e-3
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.01
-    params: ParameterGroups | None = None
-    decay_biases_and_norms: bool = False
-
-    def __post_init__(self) -> None:
-        check_hyperparameters(self.defaults)
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """What a group has that says nothing else."""
-        return dict(lr=self.lr, betas=self.betas, eps=self.eps, weight_decay=self.weight_decay)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lion:
+class Lion(_Settings):
     """Lion with decoupled weight decay (Chen et al., 2023, arXiv 2302.06675): every weight moves by lr, in the
     direction of the sign of an average of gradients. One moment: 4 bytes a parameter less than AdamW with
     fp32 moments. Learning rates are 3 to 10 times smaller than AdamW's, weight decay as much larger.
@@ -50,20 +61,11 @@ class Lion:
 
     rule: ClassVar[str] = "lion"
     moments: ClassVar[tuple[str, ...]] = ("exp_avg",)
+    hyperparameters: ClassVar[tuple[str, ...]] = ("lr", "betas", "weight_decay")
 
     lr: float = 1e-4
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
-    params: ParameterGroups | None = None
-    decay_biases_and_norms: bool = False
-
-    def __post_init__(self) -> None:
-        check_hyperparameters(self.defaults)
-
-    @property
-    def defaults(self) -> dict[str, Any]:
-        """What a group has that says nothing else."""
-        return dict(lr=self.lr, betas=self.betas, weight_decay=self.weight_decay)
 
 
 Optimizer: TypeAlias = AdamW | Lion

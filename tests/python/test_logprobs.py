@@ -9,6 +9,7 @@ import pytest
 import torch
 from families import FAMILIES, text_batch
 from family_zoo import EXACT
+from largest_tensor import LargestTensor
 from resident import Resident, assert_close
 from test_cases import adversarial, stream
 from test_chunked_loss import TRANSFORMS, Case, assert_near, written_out
@@ -65,16 +66,6 @@ def test_create_graph_is_refused() -> None:
 
 
 def test_never_holds_all_logits() -> None:
-    class LargestTensor(torch.utils._python_dispatch.TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            result = func(*args, **(kwargs or {}))
-            for x in result if isinstance(result, (tuple, list)) else (result,):
-                if isinstance(x, torch.Tensor):
-                    self.elements = max(self.elements, x.numel())
-            return result
-
     case = Case(rows=1024, width=4, vocabulary=64)
     with LargestTensor() as largest:
         case.gradients(chunked_logprobs(case.hidden, case.weight, case.bias, case.targets, chunk_rows=64).sum())
