@@ -16,8 +16,8 @@ def machine(model: megatrain.StreamedModel, commit: str) -> dict[str, object]:
     found: dict[str, object] = dict(
         cpu=megatrain._native.cpu_model(),
         cores=megatrain._native.usable_cores(),
-        isa=model._tiles.store.isa,
-        update_threads=model._tiles.store.threads,
+        isa=model._parts.tiles.store.isa,
+        update_threads=model._parts.tiles.store.threads,
         python=platform.python_version(),
         torch=torch.__version__,
         megatrain=megatrain.__version__,

@@ -32,6 +32,7 @@ from typing import Any
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
+from device_profile import profile
 from machine import machine
 from resident import resident_step
 from shapes import fill_random, meta_model
@@ -127,6 +128,7 @@ def run_row(
     model_shape: ModelShape,
     resident_seconds: float,
     hardware: Hardware | None,
+    profiled: bool,
 ) -> dict[str, Any]:
     on_cuda = model.device.type == "cuda"
     if on_cuda:
@@ -134,7 +136,7 @@ def run_row(
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction(min(1.0, row["cap"] * GIB / total) if row["cap"] else 1.0)
     # Not a knob of a model in use: a benchmark's way to measure both with one set of tiles.
-    model.settings = replace(
+    model._parts.settings = replace(
         model.settings,
         max_grad_norm=1.0 if row["clipping"] else None,
         skip_nonfinite=row["clipping"],
@@ -148,19 +150,21 @@ def run_row(
     ends, reports = [], []
     for step in range(row["steps"]):
         if step == 1:
-            model._engine.clear_trace()
+            model._parts.engine.clear_trace()
             if on_cuda:
                 torch.cuda.reset_peak_memory_stats()
         reports.append(model.step(batches))
         ends.append(time.perf_counter())
-        print(f"  {row['name']}, step {step + 1}: {reports[-1].seconds:.3f} s, loss {reports[-1].loss:.5f}", flush=True)
+        if step > 0:  # reading a loss waits for the device: only when the next step is queued
+            print_step(row, step, reports[-2])
     model.synchronize()
     drained = time.perf_counter()
+    print_step(row, row["steps"], reports[-1])
     counted = row["steps"] - 1
     steady = (ends[-1] - ends[0]) / counted
-    spans = model._engine.trace()
+    spans = model._parts.engine.trace()
     bytes_up = sum(span.nbytes for span in spans if span.kind == "copy_up")
-    weights = sum(unit.layout.section(megatrain._native.Section.weights)[1] for unit in model._plan.units)
+    weights = sum(unit.layout.section(megatrain._native.Section.weights)[1] for unit in model._parts.units.units)
     passes = 2 * (1 if model.placement.order == "layer-major" else row["accumulate"])
     wall = steady * counted
     result = dict(
@@ -178,15 +182,22 @@ def run_row(
         compute=sum(s.end_ns - s.begin_ns for s in spans if s.kind == "compute") / 1e9 / wall,
         update_gb_per_s=model.update_bandwidth() / 1e9,
         peak_reserved_gib=torch.cuda.max_memory_reserved() / GIB if on_cuda else 0.0,
+        peak_allocated_gib=torch.cuda.max_memory_allocated() / GIB if on_cuda else 0.0,
         host_kept_gib=model.memory_report().host_kept / GIB,
         losses=[report.loss for report in reports],
         norms=[report.grad_norm for report in reports],
         step_seconds=[b - a for a, b in pairwise(ends)],
         **predictions(model.plan or plan),
     )
+    if profiled and on_cuda:
+        print(f"{row['name']}, a step more under the profiler\n{profile(lambda: model.step(batches))}", flush=True)
     if on_cuda:
         torch.cuda.set_per_process_memory_fraction(1.0)
     return result
+
+
+def print_step(row: dict[str, Any], number: int, report: megatrain.StepReport) -> None:
+    print(f"  {row['name']}, step {number}: {report.seconds:.3f} s, loss {report.loss:.5f}", flush=True)
 
 
 def resident_steps(
@@ -251,6 +262,7 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="of the source, where git cannot say")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="for a trace of each row")
+    parser.add_argument("--profile", action="store_true", help="one more step a row: kernels by time, idle times")
     arguments = parser.parse_args()
     rows = [parse_row(text) for text in arguments.row or ["streamed"]]
 
@@ -281,7 +293,7 @@ def main() -> None:
     for row in rows:
         key = (row["micro"], row["length"], row["accumulate"])
         try:
-            results.append(run_row(model, row, shape, resident.get(key, 0.0), hardware))
+            results.append(run_row(model, row, shape, resident.get(key, 0.0), hardware, arguments.profile))
         except (torch.cuda.OutOfMemoryError, MemoryError) as error:
             results.append(dict(row, error=str(error).splitlines()[0][:150]))
             torch.cuda.set_per_process_memory_fraction(1.0)

@@ -47,6 +47,8 @@ class AutoPlacement:
         backend: HostBackend | CudaBackend,
         hardware: Hardware | str | None,
         compiled: bool,
+        *,
+        by_hand: bool,
     ) -> None:
         self._backend = backend
         self._given = preset(hardware) if isinstance(hardware, str) else hardware
@@ -59,14 +61,17 @@ class AutoPlacement:
             config = getattr(module, "config", None)
             name = Path(getattr(config, "name_or_path", "") or type(module).__name__).name
             self._shape = ModelShape.from_plan(units, config=config, head=head.weight, name=name)
-        self.forget()
+        self.forget(by_hand=by_hand)
 
-    def forget(self) -> None:
-        """Begin as if no step had been asked for."""
+    def forget(self, *, by_hand: bool) -> None:
+        """Begin as if no step had been asked for. by_hand: plan for none from here on."""
+        self._by_hand = by_hand
         self.plan: Plan | None = None
         self.proven = False
         """A step of the plan's shape has run under its placement."""
         self.reason = self._unplannable or "no step has been asked for yet"
+        if by_hand:
+            self.reason = "the placement was given by hand"
         """Why there is no plan; "" where there is one."""
         self._planned_tokens = 0
         self._device_limit: int | None = None
@@ -84,7 +89,9 @@ class AutoPlacement:
         return ""
 
     def batch_of(self, batches: Sequence[Mapping[str, Any]]) -> Batch | None:
-        """The shape that holds all micro-batches; None, with the reason, where it cannot be told."""
+        """The shape that holds all micro-batches; None where it cannot be told, with the reason, or is not wanted."""
+        if self._by_hand:
+            return None
         rows = length = tokens = 0
         for entry in batches:
             found = entry.get("input_ids")
@@ -101,7 +108,7 @@ class AutoPlacement:
     def plan_for(self, batch: Batch, settings: Settings, held: int) -> None:
         """See that the plan is one for steps of this shape. held: bytes of host memory that the model has already.
         CannotFit where nothing fits."""
-        if self._shape is None:
+        if self._shape is None or self._by_hand:
             return
         if self.plan is not None:
             covered = self.plan.job.batch

@@ -24,18 +24,18 @@ def generate(model: StreamedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     own: Any = getattr(module, "generate", None)
     if own is None:
         raise ValueError(f"{type(module).__name__} has no generate()")
-    moved_args, moved_kwargs = model._surroundings.arguments_to_device(args, kwargs)
+    moved_args, moved_kwargs = model._parts.surroundings.arguments_to_device(args, kwargs)
     with (
         torch.no_grad(),
-        evaluation_mode(module, model._blocks),
-        model._surroundings.own_arithmetic(caches=True),
-        model._runner.eagerly(),
-        _weights_expected(module, model._weights, model._updates.next_uses),
+        evaluation_mode(module, model._parts.blocks),
+        model._parts.surroundings.own_arithmetic(caches=True),
+        model._parts.runner.eagerly(),
+        _weights_expected(module, model._parts.weights, model._parts.updates.next_uses),
     ):
         try:
             return own(*moved_args, **moved_kwargs)
         except BaseException:
-            model._steps.recover()
+            model._parts.steps.recover()
             raise
 
 

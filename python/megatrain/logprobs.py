@@ -27,12 +27,12 @@ def label_logprobs(model: StreamedModel, batch: Mapping[str, Any], temperature: 
     decoder_inputs: Any = getattr(model.module, "prepare_decoder_input_ids_from_labels", None)
     if decoder_inputs is not None and "decoder_input_ids" not in inputs:
         inputs["decoder_input_ids"] = decoder_inputs(labels)
-    logits = _logits_of(model._forward((), inputs, lazy_logits=True))
+    logits = _logits_of(model._passes.forward((), inputs, lazy_logits=True))
     # Virtual tokens of a prompt that is learned stand in front and have no labels.
     virtual = logits.shape[1] - labels.shape[1]
     if virtual < 0:
         raise ValueError(f"labels are {tuple(labels.shape)}, but the logits have {logits.shape[1]} positions")
-    shift = 1 if model._shifted else 0
+    shift = 1 if model._parts.shifted else 0
     logits = logits[:, virtual : logits.shape[1] - shift]
     if temperature != 1:
         logits = logits / temperature

@@ -2,75 +2,40 @@
 
 from __future__ import annotations
 
-import gc
-import time
 import warnings
 import weakref
 from collections.abc import Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
-from megatrain import checkpoint, checkpoints, export, stacks
-from megatrain._native import Engine, TileStore
-from megatrain.adapters import reach_adapters
+from megatrain import checkpoint, checkpoints, export
+from megatrain.assembly import Discovery, Parts
 from megatrain.auto_placement import AutoPlacement
-from megatrain.autograd import DirectCalls
-from megatrain.blocks import BlockCaller
-from megatrain.calls import BlockRunner
-from megatrain.decay import biases_and_norms
-from megatrain.device_weights import DeviceWeights
-from megatrain.errors import UnsupportedModelError
 from megatrain.export.adapter import adapter_of
-from megatrain.face import ParameterFace
 from megatrain.generation import generate
-from megatrain.gradients import GradientSink
-from megatrain.interop import compute_device
-from megatrain.interrupts import DeferredInterrupts
-from megatrain.limits import memory_report, require_device_memory, require_memory
+from megatrain.limits import memory_report
 from megatrain.logprobs import label_logprobs
-from megatrain.loss import shifts_labels, tokens_of, weight_of
-from megatrain.machine import update_threads
-from megatrain.optimizer import StreamedOptimizer
+from megatrain.passes import Passes
 from megatrain.placement import Placement
 from megatrain.pretrained import Source, stream_pretrained
 from megatrain.report import EvaluationReport, MemoryReport, StepReport, during_step, write_chrome_trace
-from megatrain.rng import preserved
 from megatrain.rules import AdamW, Optimizer
-from megatrain.self_check import buffers_kept, check_model, tiny_batch
-from megatrain.settings import Settings, chosen_isa, parse_bytes, resolve_backend
-from megatrain.step_runner import StepRunner
-from megatrain.surroundings import Surroundings
-from megatrain.takeover import (
-    Router,
-    check_overlaps,
-    check_registry,
-    evaluation_mode,
-    move_buffers,
-    refuse_state_dict,
-    renew_outside,
-    take_blocks,
-    take_outside,
-)
-from megatrain.tiles import Tiles
+from megatrain.settings import Settings, parse_bytes, resolve_backend
 from megatrain.transfers import Transfers
-from megatrain.units import plan_units
-from megatrain.updates import Updates
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from megatrain._native import CudaBackend, HostBackend
     from megatrain.checkpoints import PendingCheckpoint
     from megatrain.parameters import TileParameter
     from megatrain.planner import Batch, Hardware, Plan
-    from megatrain.step_runner import Active
-    from megatrain.units import TiledParameter, Unit
+    from megatrain.units import Unit
 
 
 class StreamedModel:
@@ -143,7 +108,7 @@ class StreamedModel:
         self_check: bool = True,
         transfers: Transfers | None = None,
     ) -> None:
-        self.settings = Settings(
+        settings = Settings(
             optimizer=optimizer or AdamW(),
             max_grad_norm=max_grad_norm,
             dtype=dtype,
@@ -163,115 +128,48 @@ class StreamedModel:
             placement=_first_placement(placement),
             transfers=transfers or Transfers(),
         )
-        backend = self._backend = resolve_backend(device)
-        self.module = module
-        self.device = compute_device(backend)
-        self.dtype = dtype
-        self._shifted = shifts_labels(module)
-
-        check_registry(module)
-        check_overlaps(module)
-        found = stacks.named(module, blocks) if blocks is not None else stacks.candidates(module)
-        if example_batch is not None and blocks is None and not _on_meta(module):
-            probe = tiny_batch(example_batch, self._shifted)
-            with preserved(self.device), buffers_kept(module):
-                found = stacks.called(module, found, lambda: module(**probe))
-        if not found:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} has no ModuleList of at least two blocks that it calls; name one with blocks="
-            )
-        plan = plan_units(module, found, self.settings.tile_format)
-        undecayed = biases_and_norms(module)
-        self._plan = plan
-        self._unit_by_tile = {unit.tile: unit for unit in plan.units}
-        require_memory(plan, self.settings, backend)
-        compiled = self.device.type == "cuda" if compile is None else compile
-        self._auto = AutoPlacement(module, plan, found, backend, hardware, compiled)
-        self._automatic = placement == "auto"
-
-        threads = update_threads(threads, backend)
-        store = TileStore(backend, threads=threads, isa=chosen_isa(isa), staging_bytes=staging_bytes)
-        self._tiles = Tiles(store, plan)
+        backend = resolve_backend(device)
+        found = Discovery(module, settings, backend, blocks, example_batch)
+        compiled = found.device.type == "cuda" if compile is None else compile
+        self._auto = AutoPlacement(
+            module, found.units, found.stacks, backend, hardware, compiled, by_hand=placement != "auto"
+        )
         self._source = Source()
         self._adapter = adapter_of(module)
         self._pending_save: PendingCheckpoint | None = None
-        self._unloaded = {p.name for p in plan.parameters if p.original.device.type == "meta"}
-        self._engine = Engine(store)
-        self._engine.copy_by_parameter(self.settings.transfers.burst == "parameter")
-        if self.settings.host_memory is not None:
-            self._engine.limit_kept(self.settings.host_memory - plan.nbytes - staging_bytes)
-        self._weights = DeviceWeights(self._engine, plan, self.device, slots, self.settings.placement)
-        self._sink = GradientSink(
-            self._engine, self._tiles, self.device, self._weights.resident, compiled and self.device.type == "cuda"
-        )
-        self._updates = Updates(self._engine, self._tiles, self._weights, self._sink, self.settings)
-
-        self._face = ParameterFace(self._tiles, self._engine, self._weights.mark_edited, self._kept_gradient)
-        self._router = Router()
-        self._stacks = found
-        self._blocks = take_blocks(found, plan, self._router, self.device, dtype)
-        take_outside(module, plan, self._weights, self._router)
-        move_buffers(module, self._blocks, self.device)
-        refuse_state_dict(module)
-        self._updates.hook_outside()
-        reach_adapters(module, self._blocks, self._router, self._face.by_name)
-        self._surroundings = Surroundings(module, self.device, compiled, self._outside_version)
-        self._runner = BlockRunner(BlockCaller(compiled), self.device, self._face.is_trainable)
-        self._steps = StepRunner(
-            module,
-            self._engine,
-            self._weights,
-            self._runner,
-            self._router,
-            self._surroundings,
-            self.settings.placement,
-            plan,
-            seed,
-        )
-        self._direct = DirectCalls(
-            self._weights, self._runner, self._sink, self.device, self._unit_of, self._steps.keeping
-        )
-        self._router.default = self._direct
-        self.optimizer = StreamedOptimizer(
-            self.settings.optimizer,
-            self._tiles,
-            self._face.by_name,
-            self._updates.apply,
-            self._drain,
-            self._updates.forget,
-            self._weights.mark_moments_edited,
-            seed,
-            undecayed,
-        )
-        self._updates.optimizer = self.optimizer
-        self._updates.take_over_edits = self._face.take_over_edits
-        weakref.finalize(self, self._engine.close)  # before the slots that its threads write to go away
-        self._checked = not self_check
+        self._parts = Parts(found, settings, backend, compiled)
+        self._passes = Passes(self._parts, self._auto)
+        self.module = module
+        self.device = found.device
+        self.dtype = dtype
+        self.optimizer = self._parts.optimizer
+        # Before the slots that its threads write to go away.
+        weakref.finalize(self, self._parts.engine.close)
         for note in self.memory_report().notes:
             warnings.warn(note, stacklevel=2)
-        if example_batch is not None and not self._unloaded:
-            self._check(example_batch)
+        if example_batch is not None and not self._parts.unloaded:
+            self._passes.check(example_batch)
 
     # the step
 
     @property
     def steps(self) -> int:
         """Calls of step() and of optimizer.step() so far; to be set when a run goes on from a saved state."""
-        return self._updates.steps
+        return self._parts.updates.steps
 
     @steps.setter
     def steps(self, value: int) -> None:
-        self._updates.steps = value
+        self._parts.updates.steps = value
 
     @property
     def skipped_steps(self) -> int:
         """Steps that a norm that is not finite kept from updating anything."""
-        return self._updates.skipped_steps
+        return self._parts.updates.skipped_steps
 
     @property
     def last_grad_norm(self) -> float | None:
         """Norm of the gradients that the last update read, before clipping."""
-        return self._updates.last_grad_norm
+        return self._parts.updates.last_grad_norm
 
     def step(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepReport:
         """One optimizer step: forward, backward, clip, update.
@@ -283,80 +181,7 @@ class StreamedModel:
         for causal models), else its rows. Micro-batches of weight 0 are not run.
 
         Returns before the updates have ended; the next call, and every look at the weights, sees them."""
-        started = time.perf_counter()
-        batches = _micro_batches(batch)
-        if self._sink.pending:
-            raise RuntimeError("a backward() is waiting for optimizer.step() or optimizer.zero_grad()")
-        loads = [weight_of(entry, self._shifted) for entry in batches]
-        tokens = sum(tokens_of(entry) for entry in batches)
-        active = [(i, entry, load) for i, (entry, load) in enumerate(zip(batches, loads, strict=True)) if load > 0]
-        total = sum(loads)
-        waited = self._engine.wait_totals()
-        with torch.inference_mode(False):
-            loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        if active:
-            with DeferredInterrupts() as interrupts:
-                while not self._attempt(batches, active, loss, interrupts):
-                    gc.collect()  # what the error's frames held
-                    loss.zero_()
-        else:
-            self._updates.nothing_to_update()
-        totals = self._engine.wait_totals()
-        up_ns, update_ns, down_ns = (after - before for after, before in zip(totals, waited, strict=True))
-        return StepReport(
-            step=self.steps - 1,
-            grad_norm=self._updates.last_grad_norm,
-            tokens=tokens,
-            targets=total,
-            skipped=self._updates.skipped,
-            seconds=time.perf_counter() - started,
-            wait_copy_seconds=up_ns / 1e9,
-            wait_down_seconds=down_ns / 1e9,
-            wait_update_seconds=update_ns / 1e9,
-            loss_tensor=loss,
-        )
-
-    def _attempt(
-        self,
-        batches: Sequence[Mapping[str, Any]],
-        active: Sequence[Active],
-        loss: torch.Tensor,
-        interrupts: DeferredInterrupts,
-    ) -> bool:
-        """Forward, backward and update; the weighted mean is added to `loss`. False where a planned placement ran out
-        of memory: nothing has been updated then, and the step can begin anew with the smaller plan that there is."""
-        try:
-            with torch.inference_mode(False), torch.enable_grad():
-                self._prepare(active[0][1])
-                self._follow_plan(batches)
-                may_fail = self.plan is not None and not self._auto.proven
-                self._engine.begin_step(self.steps)
-                self._updates.begin_step(may_fail=may_fail)
-                with (
-                    buffers_kept(self.module, only_after_errors=True) if may_fail else nullcontext(),
-                    preserved(self.device),
-                    self._surroundings.around(batches),
-                ):
-                    self._updates.next_uses = self._steps.train(
-                        self.steps,
-                        active,
-                        loss,
-                        self._updates.next_uses,
-                        self._sink,
-                        self._unit_of,
-                        self._updates.complete,
-                        interrupts.check,
-                    )
-            interrupts.check()
-            self._auto.proven = True
-            self.optimizer.step()
-        except BaseException as error:
-            self._updates.forget()
-            self._steps.recover()
-            if not (self._automatic and self._auto.go_smaller(error)):
-                raise
-            return False
-        return True
+        return self._passes.step(batch)
 
     # the plan
 
@@ -364,81 +189,29 @@ class StreamedModel:
     def plan(self) -> Plan | None:
         """Placement and predictions that the planner made for steps as they came so far; None where `unplanned`
         says why."""
-        return self._auto.plan if self._automatic else None
+        return self._auto.plan
 
     @property
     def unplanned(self) -> str:
         """Why there is no plan; "" where there is one."""
-        return self._auto.reason if self._automatic else "the placement was given by hand"
+        return self._auto.reason
 
     def plan_for(self, batch: Batch) -> Plan | None:
         """Plan now for steps of this shape, which `step()` does otherwise; the next step places what the plan says.
         CannotFit (a MemoryError), with figures, where nothing fits."""
-        if self._automatic:
-            self._auto.plan_for(batch, self.settings, self._held())
+        self._passes.plan_for(batch)
         return self.plan
-
-    def _follow_plan(self, batches: Sequence[Mapping[str, Any]]) -> None:
-        batch = self._auto.batch_of(batches) if self._automatic else None
-        if batch is not None:
-            self.plan_for(batch)
-        if self.plan is not None and self.plan.placement is not self.placement:
-            self._place(self.plan.placement)
-
-    def _held(self) -> int:
-        return self._plan.nbytes + self._engine.kept_bytes()
 
     # plain PyTorch
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The module's own forward. With gradients on, `loss.backward()` and `optimizer.step()` train it as
         any module; several backwards accumulate. Host tensors are moved to the compute device."""
-        return self._forward(args, kwargs)
-
-    def _forward(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        lazy_logits: bool = False,
-        call: Callable[..., Any] | None = None,
-    ) -> Any:
-        with_gradients = torch.is_grad_enabled()
-        self._before_forward()
-        if with_gradients:
-            self._prepare(kwargs if kwargs and not args else None)
-        moved_args, moved_kwargs = self._surroundings.arguments_to_device(args, kwargs)
-        uses = self._updates.next_uses
-        self._weights.begin_pass([*uses, *(uses[::-1] if with_gradients else [])])
-        self._engine.begin_step(self.steps)
-        try:
-            lazily = self._surroundings.lazily() if lazy_logits else nullcontext()
-            with self._surroundings.around([kwargs], caches=not with_gradients), lazily:
-                output = (call or self.module)(*moved_args, **moved_kwargs)
-        except BaseException:
-            self._steps.recover()
-            raise
-        self._updates.next_uses = list(self._weights.uses) or self._updates.next_uses
-        return output
+        return self._passes.forward(args, kwargs)
 
     def evaluate(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> EvaluationReport:
         """The loss in evaluation mode, weighted as in `step()`; changes nothing."""
-        batches = _micro_batches(batch)
-        loads = [weight_of(entry, self._shifted) for entry in batches]
-        total = sum(loads)
-        active = [(i, entry, load) for i, (entry, load) in enumerate(zip(batches, loads, strict=True)) if load > 0]
-        self._require_loaded()
-        with (
-            torch.no_grad(),
-            evaluation_mode(self.module, self._blocks),
-            preserved(self.device),
-            self._surroundings.around(batches),
-        ):
-            self._face.take_over_edits()
-            results = self._steps.evaluate(self.steps, active, self._updates.next_uses)
-        losses = [result * load for result, (_, _, load) in zip(results, active, strict=True)]
-        loss = float(torch.stack(losses).sum()) / total if losses else 0.0
-        return EvaluationReport(loss=loss, tokens=sum(map(tokens_of, batches)), targets=total)
+        return self._passes.evaluate(batch)
 
     def logprobs(self, batch: Mapping[str, Any], *, temperature: float = 1.0) -> torch.Tensor:
         """Log-probabilities of the labels' tokens, for losses of one's own and plain `backward()`.
@@ -457,63 +230,33 @@ class StreamedModel:
         result are those of transformers. Draws from torch's global generators, as transformers does. Weights go
         through the ring once a token, so many rows at a time are what makes it worth its time. Changes nothing
         of the training; gradients that wait for `optimizer.step()` stay."""
-        self._before_forward()
+        self._passes.before_forward()
         return generate(self, args, kwargs)
-
-    # before a forward
-
-    def _before_forward(self) -> None:
-        if self._direct.cut_short:
-            self._direct.cut_short = False
-            self._steps.recover()
-        self._require_loaded()
-        self._face.take_over_edits()
-
-    def _prepare(self, batch: Mapping[str, Any] | None) -> None:
-        self._require_loaded()
-        if self.dtype == torch.float32 and torch.is_autocast_enabled(self.device.type):
-            raise UnsupportedModelError(
-                "fp32 weights under torch.autocast: the casts would outlive the slots; use dtype=torch.bfloat16, "
-                "or leave autocast"
-            )
-        self._face.take_over_edits()
-        for outside in self._weights.outside.values():
-            for parameter, leaf in outside.leaves():
-                leaf.requires_grad_(self._face.is_trainable(parameter))
-        if not self._checked and batch is not None:
-            self._check(batch)
-
-    def _check(self, batch: Mapping[str, Any]) -> None:
-        with self._surroundings.own_arithmetic():
-            self._checked = check_model(self, batch)
-
-    def _require_loaded(self) -> None:
-        if self._unloaded:
-            first = next(iter(self._unloaded))
-            raise RuntimeError(
-                f"{len(self._unloaded)} parameters have no values yet, the first {first}: the module was on the meta "
-                "device; call load_state_dict, or use from_pretrained"
-            )
 
     # parameters
 
     def named_parameters(self) -> Iterator[tuple[str, TileParameter]]:
         """(name, parameter), tied ones once. Host views of the weights; see `TileParameter`."""
-        yield from self._face.by_name.items()
+        yield from self._parts.face.by_name.items()
 
     def parameters(self) -> Iterator[TileParameter]:
-        yield from self._face.by_name.values()
+        yield from self._parts.face.by_name.values()
 
     @contextmanager
     def edit_parameters(self) -> Iterator[dict[str, torch.Tensor]]:
         """The exact fp32 values by name, to be changed in place; written back at the end of the `with`."""
-        with self._face.edit() as values:
+        with self._parts.face.edit() as values:
             yield values
 
     @property
     def units(self) -> tuple[Unit, ...]:
         """What shares a tile: one unit a block, one a module outside the stacks."""
-        return self._plan.units
+        return self._parts.units.units
+
+    @property
+    def settings(self) -> Settings:
+        """Those of the constructor, with the placement, slots and transfers of now."""
+        return self._parts.settings
 
     @property
     def placement(self) -> Placement:
@@ -528,35 +271,8 @@ class StreamedModel:
     ) -> None:
         """Go on with another placement, and if given other slots and transfers. Between steps. "auto" plans anew at
         the next step; with a placement given by hand nothing is planned any more."""
-        self._place(_first_placement(placement), slots=slots, transfers=transfers)
-        self._auto.forget()
-        self._automatic = placement == "auto"
-
-    def _place(
-        self, placement: Placement, *, slots: int | None = None, transfers: Transfers | None = None
-    ) -> None:
-        if self._sink.pending:
-            raise RuntimeError("a backward() is waiting for optimizer.step() or optimizer.zero_grad()")
-        settings = replace(
-            self.settings,
-            placement=placement,
-            slots=slots or self.settings.slots,
-            transfers=transfers or self.settings.transfers,
-        )
-        self._drain()
-        require_device_memory(
-            self._plan, settings, self._backend, self._weights.nbytes + self._weights.resident_bytes
-        )
-        self._sink.release_memory()
-        self._weights.place(placement, settings.slots)
-        self.settings = self._updates.settings = settings
-        self._steps.placement = placement
-        self._engine.copy_by_parameter(settings.transfers.burst == "parameter")
-        self._updates.forget_known()
-        renew_outside(self.module, self._plan, self._weights)
-        self._updates.hook_outside()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._parts.place(_first_placement(placement), slots=slots, transfers=transfers)
+        self._auto.forget(by_hand=placement != "auto")
 
     def train(self, mode: bool = True) -> StreamedModel:
         self.module.train(mode)
@@ -569,23 +285,9 @@ class StreamedModel:
     def training(self) -> bool:
         return self.module.training
 
-    def _unit_of(self, parameter: TiledParameter) -> Unit:
-        return self._unit_by_tile[parameter.tile]
-
-    def _kept_gradient(self, parameter: TiledParameter) -> torch.Tensor | None:
-        if not self.settings.keep_gradients:
-            raise RuntimeError(
-                f"{parameter.name}.grad: gradients live in the tiles and are clipped by max_grad_norm= or "
-                "model.clip_grad_norm_(); make the model with keep_gradients=True to look at them"
-            )
-        return self._updates.gradient(parameter)
-
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Clip the gradients of the next `optimizer.step()` to this norm; returns their norm now."""
-        return self._updates.clip_grad_norm_(max_norm)
-
-    def _outside_version(self) -> int:
-        return sum(self._engine.version(tile) for tile in self._weights.outside)
+        return self._parts.updates.clip_grad_norm_(max_norm)
 
     # state
 
@@ -593,16 +295,19 @@ class StreamedModel:
         """Every parameter and persistent buffer by the module's names. Trainable parameters as exact fp32
         values (new tensors), so that loading them resumes to the bit; with `dtype`, in that type, and
         views of the tiles where it is the streamed one."""
-        self._drain()
-        return checkpoint.state_dict(self.module, self._tiles, self._blocks, dtype)
+        self._parts.drain()
+        return checkpoint.state_dict(self.module, self._parts.tiles, self._parts.blocks, dtype)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], strict: bool = True) -> None:
         """Write weights, masters and buffers. Nothing is changed if a name or a shape does not fit."""
-        self._drain()
-        loaded = checkpoint.load_state_dict(self.module, self._tiles, self._blocks, state_dict, strict, self.device)
-        self._unloaded -= loaded
-        for unit in self._plan.units:
-            self._weights.mark_edited(unit.tile)
+        self._parts.drain()
+        parts = self._parts
+        loaded = checkpoint.load_state_dict(
+            self.module, parts.tiles, parts.blocks, state_dict, strict, self.device
+        )
+        parts.unloaded -= loaded
+        for unit in parts.units.units:
+            parts.weights.mark_edited(unit.tile)
 
     def save_pretrained(
         self,
@@ -618,8 +323,8 @@ class StreamedModel:
         trained; OSError if it cannot be written."""
         if dtype not in (None, torch.bfloat16, torch.float32):
             raise ValueError(f"dtype is {dtype}; weights are saved as torch.bfloat16 or torch.float32")
-        self._require_loaded()
-        self._drain()
+        self._parts.require_loaded()
+        self._parts.drain()
         weights = export.ModelWeights(self, dtype or self.dtype)
         export.write_directory(directory, export.contents_of(self), weights, max_shard_size)
 
@@ -668,46 +373,43 @@ class StreamedModel:
         the model's own weights are frozen, and a new adapter is trained."""
         return stream_pretrained(cls, path, trust_remote_code, adapter, **kwargs)
 
-    def _drain(self) -> None:
-        self._engine.wait_updates()
-
     def synchronize(self) -> None:
         """Block until updates and copies have ended."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
-        self._engine.synchronize()
+        self._parts.engine.synchronize()
 
     def close(self) -> None:
         """Stop the worker threads. The model cannot be used afterwards."""
-        self._engine.close()
+        self._parts.engine.close()
 
     # looking inside
 
     def memory_report(self) -> MemoryReport:
         """What megatrain itself holds, on the host and on the device."""
         return memory_report(
-            self._plan,
-            self._tiles.store,
-            self._weights.nbytes,
-            self._weights.resident_bytes,
-            self._engine.kept_bytes(),
+            self._parts.units,
+            self._parts.tiles.store,
+            self._parts.weights.nbytes,
+            self._parts.weights.resident_bytes,
+            self._parts.engine.kept_bytes(),
             self.settings.staging_bytes,
         )
 
     def update_bandwidth(self) -> float:
         """Bytes per second that the updates in the trace read and wrote; 0 before the first. Waits for
         updates that are queued."""
-        spans = [span for span in self._engine.trace() if span.kind == "update"]
+        spans = [span for span in self._parts.engine.trace() if span.kind == "update"]
         nanoseconds = sum(span.end_ns - span.begin_ns for span in spans)
         return sum(span.nbytes for span in spans) / nanoseconds * 1e9 if nanoseconds else 0.0
 
     def export_trace(self, path: str | os.PathLike[str], *, step: int | None = None) -> None:
         """Copies, compute, updates and waits so far, or only what ran while that step computed (numbered as in
         `StepReport`), as a Chrome/Perfetto trace (JSON)."""
-        spans = self._engine.trace()
+        spans = self._parts.engine.trace()
         if step is not None:
             spans = during_step(spans, step)
-        write_chrome_trace(spans, [unit.name for unit in self._plan.units], path)
+        write_chrome_trace(spans, [unit.name for unit in self._parts.units.units], path)
 
 
 def _first_placement(placement: Placement | Literal["auto"]) -> Placement:
@@ -717,17 +419,3 @@ def _first_placement(placement: Placement | Literal["auto"]) -> Placement:
     if not isinstance(placement, Placement):
         raise ValueError(f'placement is {placement!r}; it must be a Placement or "auto"')
     return placement
-
-
-def _on_meta(module: nn.Module) -> bool:
-    return any(parameter.device.type == "meta" for parameter in module.parameters())
-
-
-def _micro_batches(batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    batches: list[Any] = list(batch) if isinstance(batch, list | tuple) else [batch]
-    if not batches:
-        raise ValueError("the list of micro-batches is empty; a step needs at least one")
-    for entry in batches:
-        if not isinstance(entry, Mapping):
-            raise ValueError(f"a batch is a {type(entry).__name__}; it must be a mapping of the module's arguments")
-    return batches

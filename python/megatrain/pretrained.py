@@ -100,7 +100,7 @@ def stream_pretrained(
                 if (name := own[key]) is not None:
                     model.load_state_dict({name: shard.tensor(key)}, strict=False)
     if example is not None:
-        model._check(example)
+        model._passes.check(example)
     return model
 
 

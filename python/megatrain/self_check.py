@@ -26,8 +26,8 @@ from megatrain.schedule import ForwardAndBack
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    from megatrain.assembly import Parts
     from megatrain.blocks import Block
-    from megatrain.model import StreamedModel
     from megatrain.units import TiledParameter, Unit
 
 BLOCK_BUDGET_BYTES = 256 << 20
@@ -109,51 +109,51 @@ class _Sums:
         self.by_parameter.clear()
 
 
-def check_model(model: StreamedModel, batch: Mapping[str, Any]) -> bool:
+def check_model(parts: Parts, batch: Mapping[str, Any]) -> bool:
     """Raises UnsupportedModelError, naming the parameter, where streamed and resident gradients differ.
     False if this batch has nothing to check with (no targets)."""
-    tiny = tiny_batch(batch, model._shifted)
-    if weight_of(tiny, model._shifted) == 0:
+    tiny = tiny_batch(batch, parts.shifted)
+    if weight_of(tiny, parts.shifted) == 0:
         return False
     try:
-        with buffers_kept(model.module):
+        with buffers_kept(parts.module):
             try:
-                _compare(model, tiny, torch.float32, TOLERANCE)
+                _compare(parts, tiny, torch.float32, TOLERANCE)
             except UnsupportedModelError:
                 raise
             except RuntimeError:
-                if model.dtype == torch.float32:
+                if parts.settings.dtype == torch.float32:
                     raise
                 # Modules that ask for the type of their weights by name cannot run in another.
-                _compare(model, tiny, model.dtype, HALF_TOLERANCE)
+                _compare(parts, tiny, parts.settings.dtype, HALF_TOLERANCE)
     except torch.cuda.OutOfMemoryError as error:
         warnings.warn(f"the self-check did not fit the device and was left out: {error}", stacklevel=3)
     finally:
-        if model.device.type == "cuda":
+        if parts.device.type == "cuda":
             torch.cuda.empty_cache()
     return True
 
 
-def _compare(model: StreamedModel, tiny: Mapping[str, Any], dtype: torch.dtype, tolerance: float) -> None:
-    module, device = model.module, model.device
+def _compare(parts: Parts, tiny: Mapping[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+    module, device = parts.module, parts.device
 
     def moved(value: torch.Tensor) -> torch.Tensor:
-        return value.to(device, dtype if value.dtype == model.dtype else value.dtype)
+        return value.to(device, dtype if value.dtype == parts.settings.dtype else value.dtype)
 
     arguments: dict[str, Any] = pytree.tree_map_only(torch.Tensor, moved, dict(tiny))
     batches = [arguments, _turned_round(arguments)]
-    with _leading_blocks(model) as checked, preserved(device):
+    with _leading_blocks(parts) as checked, preserved(device):
         needed = {p for block in checked for _, p in block.parameters}
-        needed |= {p for unit in model._plan.units if not unit.is_block for p in unit.parameters}
+        needed |= {p for unit in parts.units.units if not unit.is_block for p in unit.parameters}
         values = {
-            p: model._tiles.view(p, Section.weights)
+            p: parts.tiles.view(p, Section.weights)
             .to(device, dtype, copy=True)
-            .requires_grad_(model._face.is_trainable(p))
+            .requires_grad_(parts.face.is_trainable(p))
             for p in needed
         }
         copies = _Copies(values)
         caller = BlockCaller(compiled=False)
-        runner = BlockRunner(caller, device, model._face.is_trainable)
+        runner = BlockRunner(caller, device, parts.face.is_trainable)
 
         def resident(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockResult:
             before = states_of_others()
@@ -167,7 +167,7 @@ def _compare(model: StreamedModel, tiny: Mapping[str, Any], dtype: torch.dtype, 
             return BlockResult(output)
 
         def run_whole(handler: Callable[[Block, tuple[Any, ...], dict[str, Any]], Any]) -> torch.Tensor:
-            model._router.default = handler
+            parts.router.default = handler
             losses = []
             for batch in batches:
                 seed_generators(0, device)
@@ -180,8 +180,8 @@ def _compare(model: StreamedModel, tiny: Mapping[str, Any], dtype: torch.dtype, 
                 leaf.grad = None
             return taken
 
-        default = model._router.default
-        model._router.override = values
+        default = parts.router.default
+        parts.router.override = values
         try:
             with torch.enable_grad():
                 loss = run_whole(resident)
@@ -191,21 +191,21 @@ def _compare(model: StreamedModel, tiny: Mapping[str, Any], dtype: torch.dtype, 
                 expected_loss, expected = loss.detach(), take_leaves()
 
                 sums = _Sums()
-                loss = run_whole(DirectCalls(copies, runner, sums, device, model._unit_of, _keep_inputs))
+                loss = run_whole(DirectCalls(copies, runner, sums, device, parts.unit_of, _keep_inputs))
                 loss.backward()  # type: ignore[no-untyped-call]
                 found = _merged(sums, take_leaves())
                 _hold_against(expected_loss, expected, loss.detach(), found, tolerance, "backward()")
 
                 sums = _Sums()
-                loss = _parked_backward(model, batches, copies, runner, sums)
+                loss = _parked_backward(parts, batches, copies, runner, sums)
                 _hold_against(expected_loss, expected, loss, _merged(sums, take_leaves()), tolerance, "step()")
         finally:
-            model._router.override = None
-            model._router.default = default
+            parts.router.override = None
+            parts.router.default = default
 
 
 def _parked_backward(
-    model: StreamedModel,
+    parts: Parts,
     batches: Sequence[Mapping[str, Any]],
     copies: _Copies,
     runner: BlockRunner,
@@ -219,23 +219,23 @@ def _parked_backward(
         losses.append(loss.detach())
         torch.autograd.backward([loss], retain_graph=True)
 
-    together = len(batches) if model.placement.order == "layer-major" else 1
+    together = len(batches) if parts.settings.placement.order == "layer-major" else 1
     for first in range(0, len(batches), together):
         runs = []
         for batch in batches[first : first + together]:
-            seed_generators(0, model.device)
+            seed_generators(0, parts.device)
             runs.append(
                 ParkedForward(
-                    lambda batch=batch: model.module(**batch),  # type: ignore[misc]
-                    model.device,
-                    RngState.capture(model.device),
-                    lambda run: model._router.handle_here(run.park),
+                    lambda batch=batch: parts.module(**batch),  # type: ignore[misc]
+                    parts.device,
+                    RngState.capture(parts.device),
+                    lambda run: parts.router.handle_here(run.park),
                 )
             )
-        order = ForwardAndBack(copies, runner, model.device, _keep_inputs)
+        order = ForwardAndBack(copies, runner, parts.device, _keep_inputs)
         try:
             order.forward(runs, when_done, differentiable=True)
-            order.backward(sums, model._unit_of)
+            order.backward(sums, parts.unit_of)
         except BaseException:
             for run in runs:
                 run.abandon()
@@ -248,13 +248,13 @@ def _keep_inputs(block: Block, micro_batch: int) -> Keeping:
 
 
 @contextmanager
-def _leading_blocks(model: StreamedModel) -> Iterator[list[Block]]:
+def _leading_blocks(parts: Parts) -> Iterator[list[Block]]:
     """The module with its stacks cut to their first blocks."""
-    by_name = {block.name: block for block in model._blocks}
+    by_name = {block.name: block for block in parts.blocks}
     kept_entries: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
     checked: list[Block] = []
     try:
-        for stack in model._stacks:
+        for stack in parts.stacks:
             entries = dict(stack.container._modules)
             kept_entries.append((stack.container, entries))
             kept: dict[str, nn.Module | None] = {}

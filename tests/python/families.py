@@ -50,9 +50,10 @@ def gpt2(**changes: Any) -> nn.Module:
 
 
 def t5(**changes: Any) -> nn.Module:
+    # No ReLU: after some steps rounding, which differs between processors, decides which of its units are on.
     settings = dict(
         d_model=32, d_kv=8, d_ff=48, num_layers=3, num_heads=4, vocab_size=VOCABULARY, decoder_start_token_id=0,
-        tie_word_embeddings=True,
+        tie_word_embeddings=True, feed_forward_proj="gated-gelu",
     )
     return transformers.T5ForConditionalGeneration(transformers.T5Config(**{**settings, **changes}))
 
@@ -100,8 +101,8 @@ class Family:
     dropout: dict[str, float]
     embedding: str
     """The parameter that a frozen-embedding run freezes."""
-    kinked: bool = False
-    """Its activation has a kink, at which rounding decides."""
+    far_in_bf16: bool = False
+    """Plain bf16 is itself far from fp32."""
 
 
 FAMILIES = [
@@ -113,7 +114,7 @@ FAMILIES = [
     Family(
         "gpt2", gpt2, text_batch, dict(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1), "transformer.wte.weight"
     ),
-    Family("t5", t5, translation_batch, dict(dropout_rate=0.1), "shared.weight", kinked=True),
+    Family("t5", t5, translation_batch, dict(dropout_rate=0.1), "shared.weight", far_in_bf16=True),
     Family("vit", vit, image_batch, dict(hidden_dropout_prob=0.1), "vit.embeddings.cls_token"),
 ]
 

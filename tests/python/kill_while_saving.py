@@ -35,8 +35,8 @@ def make() -> megatrain.StreamedModel:
 
 def digest(model: megatrain.StreamedModel) -> str:
     """Of every byte that a checkpoint is to bring back."""
-    model._drain()
-    store = model._tiles.store
+    model._parts.drain()
+    store = model._parts.tiles.store
     found = hashlib.blake2b(repr((model.steps, model.optimizer.progress())).encode(), digest_size=16)
     for tile in range(len(store)):
         for view in sections(store, tile).values():

@@ -93,7 +93,7 @@ def test_a_frozen_base_takes_two_bytes_and_sends_nothing_down(dora: bool) -> Non
     for step in range(2):
         model.step([text_batch(step)])
     held = model.memory_report().host_tiles
-    for unit in model._plan.units:
+    for unit in model._parts.units.units:
         of_all = sum(p.numel for p in unit.parameters)
         of_trained = sum(p.numel for p in unit.parameters if p.trainable)
         gaps = 128 * len(unit.parameters)  # a parameter begins at 256 bytes of weights
@@ -103,16 +103,16 @@ def test_a_frozen_base_takes_two_bytes_and_sends_nothing_down(dora: bool) -> Non
         assert 12 * of_trained <= others <= 12 * (of_trained + gaps * bool(of_trained))
         held -= sum(-(-nbytes // 4096) * 4096 for nbytes in sections.values())  # each begins on a page
     assert held == 0
-    spans = model._engine.trace()
+    spans = model._parts.engine.trace()
     down = {span.tile: span.nbytes for span in spans if span.kind == "copy_down"}
     assert down, "adapters have gradients"
-    for unit in model._plan.units:
+    for unit in model._parts.units.units:
         own = [p for p in unit.parameters if p.trainable]
         assert (unit.tile in down) == bool(own), unit.name
         assert down.get(unit.tile, 0) == unit.layout.section(Section.gradients)[1]
         assert down.get(unit.tile, 0) <= 2 * sum(p.numel + 128 for p in own)
-    up = [span.nbytes for span in spans if span.kind == "copy_up" and span.tile == model._plan.units[1].tile]
-    assert set(up) == {model._plan.units[1].layout.section(Section.weights)[1]}
+    up = [span.nbytes for span in spans if span.kind == "copy_up" and span.tile == model._parts.units.units[1].tile]
+    assert set(up) == {model._parts.units.units[1].layout.section(Section.weights)[1]}
     updates = {span.tile for span in spans if span.kind == "update"}
     assert updates == set(down)
 

@@ -278,7 +278,7 @@ def test_what_no_smaller_plan_helps_stays_an_error(small_device: list[int]) -> N
 def made(module: nn.Module, backend: Any, hardware: Hardware | None) -> AutoPlacement:
     found = stacks.candidates(module)
     plan = plan_units(module, found, TileFormat("bf16_split", "fp32"))
-    return AutoPlacement(module, plan, found, backend, hardware, compiled=False)
+    return AutoPlacement(module, plan, found, backend, hardware, compiled=False, by_hand=False)
 
 
 def test_host_memory_that_runs_out_is_planned_without() -> None:

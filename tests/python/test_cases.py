@@ -145,7 +145,7 @@ def test_every_instruction_set_gives_the_same_bits(monkeypatch: pytest.MonkeyPat
     for isa in megatrain._native.isa_names():
         monkeypatch.setenv("MEGATRAIN_ISA", isa)
         model = stream(families.build(LLAMA), dtype=torch.bfloat16)
-        assert model._tiles.store.isa == isa
+        assert model._parts.tiles.store.isa == isa
         for step in range(5):
             model.step(text_batch(step))
         results.append(model.state_dict())
@@ -715,7 +715,7 @@ def test_norm_of_blocks_of_unlike_sizes_at_like_offsets() -> None:
     inner.layers = nn.ModuleList(Narrow(16, width) for width in (3, 4))
     module = WithLoss(inner)
     resident, model = reference(module), stream(module)
-    units = [unit for unit in model._plan.units if unit.is_block]
+    units = [unit for unit in model._parts.units.units if unit.is_block]
     assert len({tuple(u.layout.element_offset(p.index) for p in u.parameters) for u in units}) == 1
     for step in range(2):
         batches = [toy_batch(10 * step + index) for index in range(3)]
@@ -750,7 +750,7 @@ def test_updates_keep_their_threads() -> None:
     model = stream(families.build(LLAMA), threads=3)
     assert model.update_bandwidth() == 0.0
     model.step(text_batch(1))
-    assert model._tiles.store.threads == 3
+    assert model._parts.tiles.store.threads == 3
     assert model.update_bandwidth() > 0.0
 
 
@@ -1138,7 +1138,7 @@ def test_updates_overlap_the_next_step(tmp_path: Any) -> None:
     for step in range(6):
         model.step([text_batch(step, rows=8, length=48)] * 2)
     model.synchronize()
-    spans = model._engine.trace()
+    spans = model._parts.engine.trace()
     updates = [span for span in spans if span.kind == "update"]
     compute = [span for span in spans if span.kind == "compute"]
     assert updates and compute

@@ -45,8 +45,8 @@ def small(mode: dict[str, Any] | None = None, module: Any = None, **changes: Any
 
 def bits(model: megatrain.StreamedModel) -> dict[str, bytes]:
     """Of every section that outlives a step."""
-    model._drain()
-    store = model._tiles.store
+    model._parts.drain()
+    store = model._parts.tiles.store
     return {f"{tile}.{n}": bytes(view) for tile in range(len(store)) for n, view in sections(store, tile).items()}
 
 
@@ -90,7 +90,7 @@ def test_both_halves_and_the_moments_codes_are_in_the_files(tmp_path: Path) -> N
     model = small(INT8)
     train(model, 0, 2)
     path = model.save_checkpoint(tmp_path)
-    unit = model._plan.block_units["model.layers.1"]
+    unit = model._parts.units.block_units["model.layers.1"]
     tensors = load_file(path / f"tile-{unit.tile:05d}.safetensors")
     assert {name: tensor.dtype for name, tensor in tensors.items()} == {
         "weights": torch.bfloat16,
@@ -100,7 +100,7 @@ def test_both_halves_and_the_moments_codes_are_in_the_files(tmp_path: Path) -> N
         "exp_avg_exponents": torch.uint8,
         "exp_avg_sq_exponents": torch.uint8,
     }
-    weights = model._tiles.view(unit.parameters[0], megatrain._native.Section.weights)
+    weights = model._parts.tiles.view(unit.parameters[0], megatrain._native.Section.weights)
     offset = unit.layout.element_offset(0)
     assert torch.equal(tensors["weights"][offset:][: weights.numel()], weights.reshape(-1))
 
@@ -251,7 +251,7 @@ def test_the_first_tile_written_is_the_first_that_is_used(tmp_path: Path, monkey
     """Its update runs while the others are not written yet."""
     model = small()
     train(model, 0, 1)
-    first = model._updates.next_uses[0]
+    first = model._parts.updates.next_uses[0]
     version_before = bits(model)[f"{first}.weights"]
     go_on, calls = threading.Event(), []
 
@@ -264,7 +264,7 @@ def test_the_first_tile_written_is_the_first_that_is_used(tmp_path: Path, monkey
     pending = model.begin_checkpoint(tmp_path)
     stepper = threading.Thread(target=lambda: train(model, 1, 1))
     stepper.start()
-    store = model._tiles.store
+    store = model._parts.tiles.store
     while bytes(sections(store, first)["weights"]) == version_before:
         time.sleep(0.001)
     assert not pending.done
@@ -611,11 +611,11 @@ model = megatrain.StreamedModel(module, device="cpu", compile=False, self_check=
 ids = torch.zeros(1, 4, dtype=torch.long)
 model.step(dict(input_ids=ids, labels=ids))
 model.synchronize()
-tile = max(unit.layout.nbytes for unit in model._plan.units)
+tile = max(unit.layout.nbytes for unit in model._parts.units.units)
 for work in (model.save_checkpoint, model.load_checkpoint):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     work(sys.argv[1])
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, tile, model._tiles.store.nbytes)
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, tile, model._parts.tiles.store.nbytes)
 """
 
 

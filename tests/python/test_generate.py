@@ -70,12 +70,12 @@ def test_the_cache_is_used_and_weights_go_up_once_a_token() -> None:
         lengths.append((args[0] if args else kwargs["hidden_states"]).shape[1])
 
     handle = model.module.model.layers[0].register_forward_pre_hook(note, with_kwargs=True)
-    model._engine.clear_trace()
+    model._parts.engine.clear_trace()
     model.generate(**prompts("llama"), **GREEDY, pad_token_id=0, eos_token_id=None)
     handle.remove()
     assert lengths == [9] + [1] * 6
-    blocks = {unit.tile for unit in model._plan.units if unit.is_block}
-    copies = [span for span in model._engine.trace() if span.kind == "copy_up" and span.tile in blocks]
+    blocks = {unit.tile for unit in model._parts.units.units if unit.is_block}
+    copies = [span for span in model._parts.engine.trace() if span.kind == "copy_up" and span.tile in blocks]
     # At most the next pass's first blocks are fetched ahead and not used.
     assert 7 * len(blocks) - 2 <= len(copies) <= 7 * len(blocks) + 2
 

@@ -56,8 +56,8 @@ def test_tiles_are_seen_as_pinned_by_torch() -> None:
     model = megatrain.StreamedModel(families.build(FAMILIES[0]), device="cuda", compile=False)
     report = model.memory_report()
     assert report.host_pinned == report.host_tiles
-    unit = model._plan.units[0].parameters[0]
-    assert model._tiles.view(unit, _native.Section.weights).is_pinned()
+    unit = model._parts.units.units[0].parameters[0]
+    assert model._parts.tiles.view(unit, _native.Section.weights).is_pinned()
 
 
 def test_pinning_capped_gives_the_same_losses() -> None:
@@ -100,7 +100,7 @@ def test_updates_overlap_the_next_step(tmp_path: Path) -> None:
     model = megatrain.StreamedModel(module, device="cuda", compile=False, max_grad_norm=1.0)
     for step in range(4):
         model.step([text_batch(step, rows=32, length=64)] * 2)
-    spans = model._engine.trace()
+    spans = model._parts.engine.trace()
     updates = [span for span in spans if span.kind == "update"]
     compute = [span for span in spans if span.kind == "compute"]
     assert any(

@@ -463,7 +463,8 @@ def test_one_block_placement_means_one_block(device: object) -> None:
         dtype=torch.float32,
         example_batch=dict(x=torch.randn(3, 16), image=torch.randn(3, 16)),
     )
-    names = {block.unit.tile: block.name for block in model._blocks}
-    assert {names[tile] for tile in model._weights.resident} == {"text.0"}
-    assert {block.name for block in model._blocks if model._steps.keeping(block, 0).keep == "everything"} == {"text.0"}
+    names = {block.unit.tile: block.name for block in model._parts.blocks}
+    assert {names[tile] for tile in model._parts.weights.resident} == {"text.0"}
+    keeping = model._parts.steps.keeping
+    assert {block.name for block in model._parts.blocks if keeping(block, 0).keep == "everything"} == {"text.0"}
     model.close()

@@ -104,7 +104,7 @@ def test_a_dropped_model_is_freed() -> None:
     model = stream(module)
     model.step(text_batch(1))
     model(**text_batch(2)).loss.backward()
-    gone = weakref.ref(model), weakref.ref(model._tiles.store)
+    gone = weakref.ref(model), weakref.ref(model._parts.tiles.store)
     before = threading.active_count()
     del model, module
     gc.collect()
@@ -258,10 +258,10 @@ def test_evaluation_keeps_each_modules_mode() -> None:
     model = stream(module)
     module.model.layers[1].eval()
     module.model.norm.eval()
-    modes = {name: block.skeleton.training for name, block in ((b.name, b) for b in model._blocks)}
+    modes = {name: block.skeleton.training for name, block in ((b.name, b) for b in model._parts.blocks)}
     model.evaluate(text_batch(1))
     assert not module.model.norm.training and module.training
-    assert {b.name: b.skeleton.training for b in model._blocks} == modes
+    assert {b.name: b.skeleton.training for b in model._parts.blocks} == modes
     assert list(modes.values()).count(False) == 1
 
 

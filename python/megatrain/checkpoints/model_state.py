@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def describe(model: StreamedModel) -> dict[str, Any]:
     """What must be equal for the bytes to mean the same: plain values."""
-    settings, plan = model.settings, model._plan
+    settings, plan = model.settings, model._parts.units
     return {
         "dtype": str(settings.dtype).removeprefix("torch."),
         "master": settings.master,
@@ -29,7 +29,7 @@ def describe(model: StreamedModel) -> dict[str, Any]:
         "tiles": [
             {
                 "unit": unit.name,
-                "sections": {name: view.nbytes for name, view in sections(model._tiles.store, unit.tile).items()},
+                "sections": {name: view.nbytes for name, view in sections(model._parts.tiles.store, unit.tile).items()},
                 "parameters": [
                     {
                         "name": parameter.name,
@@ -119,7 +119,7 @@ def _other_names(noun: str, saved: Mapping[str, Any], own: Mapping[str, Any]) ->
 
 
 def _buffers(model: StreamedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    for name, owner, inner in persistent_buffers(model.module, model._blocks):
+    for name, owner, inner in persistent_buffers(model.module, model._parts.blocks):
         buffer = owner._buffers[inner]
         assert buffer is not None
         yield name, buffer
@@ -131,5 +131,5 @@ def buffers(model: StreamedModel) -> dict[str, torch.Tensor]:
 
 
 def set_buffers(model: StreamedModel, values: Mapping[str, torch.Tensor]) -> None:
-    for name, owner, inner in persistent_buffers(model.module, model._blocks):
+    for name, owner, inner in persistent_buffers(model.module, model._parts.blocks):
         owner._buffers[inner] = values[name].to(model.device, copy=True)

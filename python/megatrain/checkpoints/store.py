@@ -31,7 +31,7 @@ def tile_name(tile: int) -> str:
 def save(model: StreamedModel, directory: str | os.PathLike[str], extra: Any, keep: int | None) -> Path:
     """`StreamedModel.save_checkpoint`."""
     beside = _capture(model, extra, keep)
-    store = model._tiles.store
+    store = model._parts.tiles.store
     return _write(Path(directory), beside, keep, ((tile, _nothing) for tile in range(len(store))), store)
 
 
@@ -39,9 +39,9 @@ def begin(model: StreamedModel, directory: str | os.PathLike[str], extra: Any, k
     """`StreamedModel.begin_checkpoint`."""
     began = time.perf_counter()
     beside = _capture(model, extra, keep)
-    engine, store = model._engine, model._tiles.store
+    engine, store = model._parts.engine, model._parts.tiles.store
     # The next forward needs the first of them first, and those it needs updated.
-    order = list(dict.fromkeys([*model._updates.next_uses, *range(len(store))]))
+    order = list(dict.fromkeys([*model._parts.updates.next_uses, *range(len(store))]))
     held = HeldTiles(engine, order)
 
     def write() -> Path:
@@ -66,12 +66,12 @@ def _capture(model: StreamedModel, extra: Any, keep: int | None) -> _Beside:
 
     if keep is not None and keep < 1:
         raise ValueError(f"keep is {keep}; at least the checkpoint that is saved must be kept")
-    if model._sink.pending:
+    if model._parts.sink.pending:
         raise RuntimeError("a backward() is waiting for optimizer.step() or optimizer.zero_grad()")
-    model._require_loaded()
+    model._parts.require_loaded()
     model._wait_saved()
-    model._drain()
-    model._face.take_over_edits()
+    model._parts.drain()
+    model._parts.face.take_over_edits()
     state = model_state.capture(model, extra)
     try:
         text = json.dumps(state).encode()
@@ -107,21 +107,21 @@ def load(model: StreamedModel, directory: str | os.PathLike[str]) -> Any:
     """`StreamedModel.load_checkpoint`."""
     from safetensors.torch import load as safetensors_tensors
 
-    if model._sink.pending:
+    if model._parts.sink.pending:
         raise RuntimeError("a backward() is waiting for optimizer.step() or optimizer.zero_grad()")
     model._wait_saved()  # it may be the one
     path = find(Path(directory))
     state = json.loads((path / STATE).read_bytes())
     model_state.require_fit(state, model, path)
     buffers = safetensors_tensors((path / BUFFERS).read_bytes())
-    model._drain()
-    model._face.take_over_edits()  # else they would be taken over after the load
-    for unit in model._plan.units:
-        read_tile(path / tile_name(unit.tile), model._tiles.store, unit.tile)
-        model._weights.mark_edited(unit.tile)
-    model._unloaded.clear()
+    model._parts.drain()
+    model._parts.face.take_over_edits()  # else they would be taken over after the load
+    for unit in model._parts.units.units:
+        read_tile(path / tile_name(unit.tile), model._parts.tiles.store, unit.tile)
+        model._parts.weights.mark_edited(unit.tile)
+    model._parts.unloaded.clear()
     model_state.set_buffers(model, buffers)
     model.optimizer.restore_progress(state["optimizer"])
-    model._updates.restore(state["steps"], state["skipped_steps"], state["optimizer"]["steps"])
+    model._parts.updates.restore(state["steps"], state["skipped_steps"], state["optimizer"]["steps"])
     random_states.restore(state["random"], model.device)
     return state["extra"]

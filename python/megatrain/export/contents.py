@@ -38,14 +38,14 @@ def contents_of(model: StreamedModel) -> Contents:
     """ValueError where what was trained has no place in the files."""
     adapter = model._adapter
     if adapter is not None:
-        adapter.require_whole(model._plan)
+        adapter.require_whole(model._parts.units)
         return Contents(
             tensors=adapter.tensors,
             texts={"adapter_config.json": adapter.config_text()},
             single_file="adapter_model.safetensors",
         )
-    names = [parameter.name for parameter in model._plan.parameters]
-    names += [name for name, _, _ in persistent_buffers(model.module, model._blocks)]
+    names = [parameter.name for parameter in model._parts.units.parameters]
+    names += [name for name, _, _ in persistent_buffers(model.module, model._parts.blocks)]
     files = {name: model._source.files[name] for name in names if name in model._source.files}
     return Contents(
         tensors={name: name for name in names},

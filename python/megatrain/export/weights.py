@@ -40,9 +40,9 @@ class ModelWeights:
 
     def __init__(self, model: StreamedModel, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self._tiles = model._tiles
-        self._parameters = {parameter.name: parameter for parameter in model._plan.parameters}
-        buffers = persistent_buffers(model.module, model._blocks)
+        self._tiles = model._parts.tiles
+        self._parameters = {parameter.name: parameter for parameter in model._parts.units.parameters}
+        buffers = persistent_buffers(model.module, model._parts.blocks)
         self._buffers: dict[str, Any] = {name: owner._buffers[inner] for name, owner, inner in buffers}
 
     def shape(self, name: str) -> list[int]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def call_through(streamed: StreamedModel) -> None:
     """From now on `streamed.module(...)` does what `streamed(...)` does. Whatever else replaced the module's forward
     before stays in its place, inside. The signature, which loops read, stays the same."""
-    module, router = streamed.module, streamed._router
+    module, router = streamed.module, streamed._parts.router
     inner = module.forward
     running = False
 
@@ -25,7 +25,7 @@ def call_through(streamed: StreamedModel) -> None:
             return inner(*args, **kwargs)
         running = True
         try:
-            return streamed._forward(args, kwargs, call=inner)
+            return streamed._passes.forward(args, kwargs, call=inner)
         finally:
             running = False
 
