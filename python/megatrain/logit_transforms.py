@@ -1,6 +1,6 @@
 """Elementwise functions between the output embedding and the loss, with their derivatives by hand.
 
-They are recorded by `logits.py` and applied to one chunk of logits at a time by `chunked_loss.py`.
+They are recorded by `logits.py` and applied to one chunk of logits at a time by `head_rows.py`.
 Forward, each runs in the dtype that torch would use on the full logits, so that a bf16 soft cap rounds as
 torch's does; backward, the gradient stays in the dtype of the loss (fp32) up to the last step.
 """

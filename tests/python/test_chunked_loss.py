@@ -10,7 +10,7 @@ from largest_tensor import LargestTensor
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatrain import chunked_loss
+from megatrain import head_gradients, head_rows
 from megatrain.chunked_loss import (
     Cast,
     Divide,
@@ -233,13 +233,13 @@ def test_frozen_inputs_cost_nothing(frozen: str, monkeypatch: pytest.MonkeyPatch
     getattr(case, frozen).requires_grad_(False)
     made: list[str] = []
     for part in ("_HiddenGradient", "_WeightGradient"):
-        original = getattr(chunked_loss, part)
+        original = getattr(head_gradients, part)
 
         def record(*args: object, part: str = part, original: type = original) -> object:
             made.append(part)
             return original(*args)
 
-        monkeypatch.setattr(chunked_loss, part, record)
+        monkeypatch.setattr(head_gradients, part, record)
     actual, expected = case.chunked(chunk_rows=10), case.plain()
     trained = [leaf for leaf in case.leaves if leaf.requires_grad]
     for mine, theirs in zip(
@@ -252,8 +252,8 @@ def test_frozen_inputs_cost_nothing(frozen: str, monkeypatch: pytest.MonkeyPatch
 def test_no_grad_takes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case()
     expected = case.plain()
-    monkeypatch.setattr(chunked_loss, "_WeightGradient", None)
-    monkeypatch.setattr(chunked_loss, "_HiddenGradient", None)
+    monkeypatch.setattr(head_gradients, "_WeightGradient", None)
+    monkeypatch.setattr(head_gradients, "_HiddenGradient", None)
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
             loss = case.chunked(chunk_rows=10)
@@ -284,10 +284,10 @@ def test_never_holds_all_logits() -> None:
 
 
 def test_chunks_are_even() -> None:
-    assert chunked_loss._even_chunk(0, 2048) <= 2048
-    assert chunked_loss._even_chunk(2100, 2048) == 1088
-    assert chunked_loss._even_chunk(16368, 2048) == 2048
-    assert chunked_loss._even_chunk(5, 1) == 1
+    assert head_rows.even_chunk(0, 2048) <= 2048
+    assert head_rows.even_chunk(2100, 2048) == 1088
+    assert head_rows.even_chunk(16368, 2048) == 2048
+    assert head_rows.even_chunk(5, 1) == 1
 
 
 def test_default_chunk_rows() -> None:
@@ -356,7 +356,7 @@ def test_graphs_of_the_elementwise_pass() -> None:
         graphs.append(graph)
         return graph.forward
 
-    run = torch.compile(chunked_loss.loss_and_gradient, dynamic=False, fullgraph=True, backend=backend)
+    run = torch.compile(head_rows.loss_and_gradient, dynamic=False, fullgraph=True, backend=backend)
     for want_gradient in (True, False):
         for rows in (5, 29, 2, 8, 64):
             logits, targets = torch.randn(rows, 29), torch.randint(29, (rows,))
@@ -364,7 +364,7 @@ def test_graphs_of_the_elementwise_pass() -> None:
             torch._dynamo.mark_dynamic(logits, 0)
             torch._dynamo.mark_dynamic(targets, 0)
             losses, gradient = run(logits, targets, scale, SOFT_CAP, want_gradient)
-            expected = chunked_loss.loss_and_gradient(logits, targets, scale, SOFT_CAP, want_gradient)
+            expected = head_rows.loss_and_gradient(logits, targets, scale, SOFT_CAP, want_gradient)
             assert_near(losses, expected[0], 1e-6)
             if want_gradient:
                 assert_near(gradient, expected[1], 1e-6)
@@ -386,7 +386,7 @@ class TestOnGpu:
 
     def test_compiled_graphs_serve_any_rows(self) -> None:
         torch._dynamo.reset()
-        chunked_loss.compiled_loss_and_gradient.cache_clear()
+        head_rows.compiled_loss_and_gradient.cache_clear()
         with torch._dynamo.config.patch(recompile_limit=2, fail_on_recompile_limit_hit=True):
             for rows in (2, 3, 64, 65, 129, 500):
                 case = Case(rows, 64, 1000, dtype=torch.bfloat16, device="cuda")
@@ -395,7 +395,7 @@ class TestOnGpu:
                     assert_near(case.chunked(compile=True), case.plain(), 1e-2)
 
     def test_weight_gradient_is_summed_in_fp32(self) -> None:
-        assert chunked_loss.fp32_output_products(torch.device("cuda", 0), torch.bfloat16)
+        assert head_gradients.fp32_output_products(torch.device("cuda", 0), torch.bfloat16)
         # Chunks of one row: rounded to bf16 in between, 4,096 equal summands would stick at 256 of them.
         rows = 4096
         hidden = torch.ones(rows, 16, dtype=torch.bfloat16, device="cuda")

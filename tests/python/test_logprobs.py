@@ -16,7 +16,7 @@ from test_chunked_loss import TRANSFORMS, Case, assert_near, written_out
 from torch.nn import functional as F
 
 import megatrain
-from megatrain import chunked_loss
+from megatrain import head_rows
 from megatrain.chunked_logprobs import chunked_logprobs
 
 TOLERANCES = {torch.float32: (1e-6, 3e-6), torch.bfloat16: (1e-2, 3e-2)}
@@ -80,13 +80,13 @@ def test_graphs_of_the_elementwise_pass_with_a_factor_for_each_row() -> None:
         graphs.append(graph)
         return graph.forward
 
-    run = torch.compile(chunked_loss.loss_and_gradient, dynamic=False, fullgraph=True, backend=backend)
+    run = torch.compile(head_rows.loss_and_gradient, dynamic=False, fullgraph=True, backend=backend)
     for rows in (5, 29, 2, 8, 64):
         logits, targets, factors = torch.randn(rows, 29), torch.randint(29, (rows,)), torch.randn(rows, 1)
         for tensor in (logits, targets, factors):
             torch._dynamo.mark_dynamic(tensor, 0)
         losses, gradient = run(logits, targets, factors, TRANSFORMS["soft cap"], True)
-        expected = chunked_loss.loss_and_gradient(logits, targets, factors, TRANSFORMS["soft cap"], True)
+        expected = head_rows.loss_and_gradient(logits, targets, factors, TRANSFORMS["soft cap"], True)
         assert_near(losses, expected[0], 1e-6)
         assert_near(gradient, expected[1], 1e-6)
     assert len(graphs) == 1

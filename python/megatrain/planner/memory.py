@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatrain.chunked_loss import default_chunk_rows
 from megatrain.gradients import HELD_GRADIENTS, GradientSink
+from megatrain.head_rows import default_chunk_rows
 from megatrain.host_shelf import HostShelf
 
 if TYPE_CHECKING:
@@ -96,7 +96,7 @@ class Sizes:
         logits = 2 * rows * vocabulary * element
         sum_of_head = 4 * vocabulary * head_width if shape.head_trained else 0
         self.head = sum_of_head + max(logits, sum_of_head * element // 4) + 3 * self.micro_flow
-        """Of the loss of one micro-batch (`chunked_loss.py`)."""
+        """Of the loss of one micro-batch (`head_rows.py`)."""
         self._sums_of_outside = sum(unit.trainable for unit in self.outside) * (4 if self.several else element)
         self._few = batch.micro_batches <= HELD_GRADIENTS
         self._tied = shape.head_tied
