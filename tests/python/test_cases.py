@@ -171,7 +171,7 @@ def test_staging_ring_gives_the_same_losses(staging_bytes: int) -> None:
         capped = stream(
             families.build(LLAMA), device=adversarial(pin_limit=staging_bytes), staging_bytes=staging_bytes
         )
-    assert max(unit.layout.nbytes for unit in capped._plan.units) > staging_bytes
+    assert max(unit.layout.nbytes for unit in capped._parts.units.units) > staging_bytes
     for step in range(4):
         batches = [text_batch(step), text_batch(step + 50)]
         assert capped.step(batches).loss == plain.step(batches).loss
