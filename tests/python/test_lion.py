@@ -90,7 +90,8 @@ def test_one_moment_less_is_held() -> None:
     assert (two.tile - one.tile, two.update - one.update) == (4 * 4096, 8 * 4096), "the planner counts as the tiles do"
     first = next(lion.parameters())
     with pytest.raises(ValueError, match="no second moments"):
-        lion._parts.tiles.store.get_moments(0, 0, megatrain._native.Section.exp_avg_sq, torch.zeros(first.numel()).numpy())
+        store = lion._parts.tiles.store
+        store.get_moments(0, 0, megatrain._native.Section.exp_avg_sq, torch.zeros(first.numel()).numpy())
 
 
 def test_states_of_another_optimizer_are_refused(tmp_path: Path) -> None:
