@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -60,15 +61,23 @@ def resident_layer(name: str, layers: int | None = None) -> tuple[Any, nn.Module
         return config, Qwen2DecoderLayer(config, 0).to(torch.bfloat16), Qwen2RotaryEmbedding(config)
 
 
+def random_weights(name: str, parameter: torch.Tensor) -> torch.Tensor:
+    """fp32, on the host: normal of deviation 0.02, the same few values again and again; ones for norms, zeros for
+    biases."""
+    if name.endswith("norm.weight"):
+        return torch.ones(parameter.shape)
+    if name.endswith("bias"):
+        return torch.zeros(parameter.shape)
+    block = _random_block()
+    repeats = -(-parameter.numel() // block.numel())
+    return block.repeat(repeats)[: parameter.numel()].view(parameter.shape)
+
+
+@functools.cache
+def _random_block() -> torch.Tensor:
+    return torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)).mul_(0.02)
+
+
 def fill_random(model: Any) -> None:
-    """Normal weights of deviation 0.02, ones in norms, zeros in biases: one random block repeated."""
-    block = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)).mul_(0.02)
     for name, parameter in list(model.named_parameters()):
-        if name.endswith("norm.weight"):
-            values = torch.ones(parameter.shape)
-        elif name.endswith("bias"):
-            values = torch.zeros(parameter.shape)
-        else:
-            repeats = -(-parameter.numel() // block.numel())
-            values = block.repeat(repeats)[: parameter.numel()].view(parameter.shape)
-        model.load_state_dict({name: values}, strict=False)
+        model.load_state_dict({name: random_weights(name, parameter)}, strict=False)
