@@ -1,0 +1,244 @@
+"""Every number format trained on real text, from the same seeds, beside fp32 in plain PyTorch.
+
+    OMP_NUM_THREADS=1 python benchmarks/python/precision.py --json precision.json
+
+A language model of about a million parameters on the sources of Python's standard library, 500 steps. A seed decides
+the initial weights and the order of the rows; text, tokenizer and held-out set are the same in all runs. What a format
+costs is the difference to the fp32 runs of the same rule, to be held against their spread: the difference between the
+highest and the lowest of their seeds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+import megatrain
+from megatrain.data import Loader, in_order
+from megatrain.train.config import ScheduleSettings
+from megatrain.train.config_file import check
+from megatrain.train.prepare import Prepared, prepare
+from megatrain.train.schedule import lr_factor
+
+SHAPE = dict(
+    hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2,
+    head_dim=32, vocab_size=2048, tie_word_embeddings=True, max_position_embeddings=128,
+)  # fmt: skip
+LENGTH, ROWS = 128, 4
+BETAS, WEIGHT_DECAY, MAX_NORM = (0.9, 0.95), 0.1, 1.0
+PEAK = {"AdamW": 3e-3, "Lion": 5e-4}
+LAST = 50
+"""Steps at the end whose mean is the training loss."""
+
+
+@dataclass(frozen=True)
+class Mode:
+    rule: str
+    weights: str
+    moments: str = "fp32"
+    settings: Mapping[str, Any] | None = field(default_factory=dict)
+    """Of StreamedModel; None for plain PyTorch."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.rule}, {self.weights}, {self.moments} moments"
+
+
+@dataclass(frozen=True)
+class Result:
+    mode: str
+    seed: int
+    held_out: float
+    """Mean nats a token on text that is never trained on."""
+    training: float
+    seconds: float
+
+
+def modes() -> list[Mode]:
+    """The first of a rule is what its others are compared with."""
+    found = [Mode("AdamW", "fp32 in plain PyTorch", settings=None)]
+    for rule in ("AdamW", "Lion"):
+        for weights, settings in {
+            "fp32": dict(dtype=torch.float32),
+            "bf16 with split master": dict(dtype=torch.bfloat16, master="split"),
+            "bf16 without master": dict(dtype=torch.bfloat16, master="none"),
+        }.items():
+            moments = ("fp32", "bf16", "int8") if rule == "AdamW" else ("fp32",)
+            found += [Mode(rule, weights, each, dict(settings, moments=each)) for each in moments]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", default="", help="modes whose name has this")
+    parser.add_argument("--commit", default="", help="of the source; else asked of git")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    transformers.logging.set_verbosity_error()
+    prepared = prepare_text(arguments.steps)
+    machine = describe(arguments.commit, prepared)
+    print("\n".join(f"{key}: {value}" for key, value in machine.items()), flush=True)
+    results: list[Result] = []
+    for seed in range(arguments.seeds):
+        for mode in modes():
+            if arguments.only in mode.name:
+                results.append(run(mode, seed, prepared, arguments.steps))
+                print(line(results[-1]), flush=True)
+    print("\n" + table(results, arguments.only))
+    if arguments.json:
+        found = {**machine, "results": [asdict(result) for result in results]}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def prepare_text(steps: int) -> Prepared:
+    data = dict(path="python-stdlib", max_bytes=4_000_000, held_out=0.05)
+    tokenizer = dict(type="bpe", vocab_size=SHAPE["vocab_size"])
+    values = dict(
+        model=dict(type="qwen3", **SHAPE), data=data, tokenizer=tokenizer, sequence_length=LENGTH, steps=steps,
+        batch=dict(micro_batch=ROWS),
+    )  # fmt: skip
+    return prepare(check(values, "precision.py"))
+
+
+def describe(commit: str, prepared: Prepared) -> dict[str, object]:
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    assert prepared.held_out is not None
+    return dict(
+        cpu=megatrain._native.cpu_model(),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        date=time.strftime("%Y-%m-%d"),
+        commit=commit or asked.stdout.strip() or "unknown",
+        parameters=sum(parameter.numel() for parameter in fresh(0).parameters()),
+        tokens=prepared.rows.pieces.tokens,
+        held_out_tokens=prepared.held_out.rows.pieces.tokens,
+    )
+
+
+def fresh(seed: int) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    make: Any = transformers.AutoModelForCausalLM.from_config
+    return make(transformers.Qwen3Config(**SHAPE), dtype=torch.float32)
+
+
+def run(mode: Mode, seed: int, prepared: Prepared, steps: int) -> Result:
+    started = time.perf_counter()
+    step, evaluate = plain(mode, seed) if mode.settings is None else streamed(mode, seed)
+    loader = Loader(prepared.rows, micro_batch=ROWS, seed=seed)
+    schedule = ScheduleSettings(warmup_steps=steps // 10, min_lr=PEAK[mode.rule] / 10)
+    losses = []
+    for number in range(steps):
+        (batch,) = next(loader)
+        losses.append(step(batch, PEAK[mode.rule] * lr_factor(schedule, number, steps, PEAK[mode.rule])))
+    held_out = weighted_mean(evaluate(batch) for batch in held_out_batches(prepared))
+    return Result(mode.name, seed, held_out, statistics.fmean(losses[-LAST:]), time.perf_counter() - started)
+
+
+Step = Callable[[Mapping[str, Any], float], float]
+Evaluate = Callable[[Mapping[str, Any]], tuple[float, float]]
+"""Loss and its weight."""
+
+
+def streamed(mode: Mode, seed: int) -> tuple[Step, Evaluate]:
+    rule: Any = getattr(megatrain, mode.rule)
+    model = megatrain.StreamedModel(
+        fresh(seed),
+        optimizer=rule(lr=PEAK[mode.rule], betas=BETAS, weight_decay=WEIGHT_DECAY),
+        max_grad_norm=MAX_NORM,
+        device="cpu",
+        threads=1,
+        seed=seed,
+        **(mode.settings or {}),
+    )
+    model.train()
+
+    def step(batch: Mapping[str, Any], lr: float) -> float:
+        for group in model.optimizer.param_groups:
+            group["lr"] = lr
+        return model.step(batch).loss
+
+    def evaluate(batch: Mapping[str, Any]) -> tuple[float, float]:
+        report = model.evaluate(batch)
+        return report.loss, report.targets
+
+    return step, evaluate
+
+
+def plain(mode: Mode, seed: int) -> tuple[Step, Evaluate]:
+    module = fresh(seed).train()
+    decayed = [parameter for parameter in module.parameters() if parameter.dim() > 1]
+    others = [parameter for parameter in module.parameters() if parameter.dim() <= 1]
+    groups = [dict(params=decayed, weight_decay=WEIGHT_DECAY), dict(params=others, weight_decay=0.0)]
+    optimizer = torch.optim.AdamW(groups, betas=BETAS)
+
+    def step(batch: Mapping[str, Any], lr: float) -> float:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        loss = module(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    def evaluate(batch: Mapping[str, Any]) -> tuple[float, float]:
+        with torch.no_grad():
+            return float(module(**batch).loss), float((batch["labels"][:, 1:] != -100).sum())
+
+    return step, evaluate
+
+
+def held_out_batches(prepared: Prepared) -> Iterator[Mapping[str, Any]]:
+    assert prepared.held_out is not None
+    return in_order(prepared.held_out.rows, 16)
+
+
+def weighted_mean(values: Iterator[tuple[float, float]]) -> float:
+    pairs = list(values)
+    return sum(loss * weight for loss, weight in pairs) / sum(weight for _, weight in pairs)
+
+
+def line(result: Result) -> str:
+    losses = f"held out {result.held_out:.4f}  last {LAST} steps {result.training:.4f}"
+    return f"seed {result.seed}  {result.mode:<44} {losses}  {result.seconds:.0f} s"
+
+
+def table(results: Sequence[Result], only: str = "") -> str:
+    rows = [
+        f"| mode | held-out loss by seed | mean | to fp32 | training, last {LAST} steps | within the spread |",
+        "|---|---|---|---|---|---|",
+    ]
+    for rule in PEAK:
+        of_rule = [mode for mode in modes() if mode.rule == rule and only in mode.name]
+        if not of_rule:
+            continue
+        reference = [result.held_out for result in results if result.mode == of_rule[0].name]
+        spread = max(reference) - min(reference)
+        for mode in of_rule:
+            own = [result for result in results if result.mode == mode.name]
+            held_out = [result.held_out for result in own]
+            mean = statistics.fmean(held_out)
+            off = mean - statistics.fmean(reference)
+            within = f"it is {spread:.4f}" if mode == of_rule[0] else "yes" if abs(off) <= spread else "no"
+            by_seed = ", ".join(f"{loss:.4f}" for loss in held_out)
+            training = statistics.fmean(result.training for result in own)
+            rows.append(f"| {mode.name} | {by_seed} | {mean:.4f} | {off:+.4f} | {training:.4f} | {within} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main()
