@@ -30,3 +30,16 @@ def call_through(streamed: StreamedModel) -> None:
             running = False
 
     module.forward = forward
+
+
+def generate_through(streamed: StreamedModel) -> None:
+    """After `call_through`: the module's own generate(), in whatever mode the module is, compiles no blocks."""
+    module: Any = streamed.module
+    inner = module.generate
+
+    @functools.wraps(inner)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        with streamed._runner.eagerly():
+            return inner(*args, **kwargs)
+
+    module.generate = generate

@@ -10,6 +10,7 @@ clipping by `max_grad_norm` and schedulers are the Trainer's own. `StreamedTrain
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,8 +75,10 @@ class StreamedTraining:
                     group |= dict(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
         return optimizer
 
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self, inputs: Any) -> int:
         """6 a token and parameter; the module itself knows of the blocks' parameters no more."""
+        if not isinstance(inputs, Mapping):  # prompts that are yet to be answered
+            return 0
         return 6 * tokens_of(inputs) * self.streamed.memory_report().parameters
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
