@@ -57,7 +57,7 @@ def arguments(directory: Path, kind: Any = trl.SFTConfig, **changes: Any) -> Any
 
 def lora(**changes: Any) -> Any:
     peft = pytest.importorskip("peft")
-    return peft.LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM", **changes)
+    return peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM", **changes)
 
 
 def adapted(**changes: Any) -> torch.nn.Module:
