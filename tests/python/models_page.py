@@ -47,12 +47,12 @@ REFUSALS = [
     Refusal(
         "no `ModuleList` of at least two blocks",
         "there is nothing to stream",
-        "test_cases.py::test_nothing_to_stream_is_refused",
+        "test_cases_refused.py::test_nothing_to_stream_is_refused",
     ),
     Refusal(
         "recurrent modules of torch (`LSTM`, `GRU`)",
         "they hold their parameters past torch's registry as well",
-        "test_cases.py::test_recurrent_modules_are_refused_by_name",
+        "test_cases_refused.py::test_recurrent_modules_are_refused_by_name",
     ),
     Refusal(
         "parameters that overlap in memory",
@@ -62,7 +62,7 @@ REFUSALS = [
     Refusal(
         "blocks that write a buffer in training (statistics of batch norms)",
         "a recompute would write it twice",
-        "test_cases.py::test_buffers_written_in_forward_are_refused_by_name",
+        "test_cases_refused.py::test_buffers_written_in_forward_are_refused_by_name",
     ),
     Refusal(
         "gradients of tensors that a block keeps as an attribute",
@@ -89,12 +89,12 @@ REFUSALS = [
     Refusal(
         "caches in training (`use_cache=True`)",
         "a recompute would add to them again",
-        "test_cases.py::test_caches_in_training_are_refused_by_name",
+        "test_cases_refused.py::test_caches_in_training_are_refused_by_name",
     ),
     Refusal(
         "blocks that draw from Python's or numpy's random generator",
         "a recompute would draw other numbers; torch's are repeated",
-        "test_cases.py::test_blocks_that_draw_from_other_generators_are_refused_by_name",
+        "test_cases_refused.py::test_blocks_that_draw_from_other_generators_are_refused_by_name",
     ),
     Refusal(
         "fp32 weights under `torch.autocast`",
@@ -104,7 +104,7 @@ REFUSALS = [
     Refusal(
         "`create_graph=True`",
         "gradients are taken block by block",
-        "test_cases.py::test_create_graph_is_refused",
+        "test_cases_refused.py::test_create_graph_is_refused",
     ),
 ]
 """Whatever the family: UnsupportedModelError says so, with the module's name."""

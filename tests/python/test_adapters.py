@@ -8,9 +8,9 @@ from typing import Any
 import families
 import pytest
 import torch
+from case_models import assert_same_parameters, stream
 from families import FAMILIES, VOCABULARY, text_batch
 from resident import Resident
-from test_cases import assert_same_parameters, stream
 from torch import nn
 
 import megatrain

@@ -9,9 +9,9 @@ from typing import Any
 import families
 import pytest
 import torch
+from case_models import adversarial, assert_same_parameters, stream
 from families import FAMILIES, text_batch
 from resident import Resident, assert_close
-from test_cases import adversarial, assert_same_parameters, stream
 from test_logprobs import resident_logprobs
 from torch import nn
 from torch.nn import functional as F

@@ -8,9 +8,9 @@ import families
 import pytest
 import torch
 import transformers
+from case_models import stream
 from families import FAMILIES, VOCABULARY, text_batch, translation_batch
 from resident import Resident
-from test_cases import stream
 
 import megatrain
 

@@ -7,11 +7,11 @@ from typing import Any
 import families
 import pytest
 import torch
+from case_models import adversarial, stream
 from families import FAMILIES, text_batch
 from family_zoo import EXACT
 from largest_tensor import LargestTensor
 from resident import Resident, assert_close
-from test_cases import adversarial, stream
 from test_chunked_loss import TRANSFORMS, Case, assert_near, written_out
 from torch.nn import functional as F
 

@@ -16,9 +16,9 @@ from typing import Any
 import families
 import pytest
 import torch
+from case_models import Toy, WithLoss, assert_same_parameters, reference, stream, toy, toy_batch
 from families import FAMILIES, text_batch
 from resident import assert_close
-from test_cases import Toy, WithLoss, assert_same_parameters, reference, stream, toy, toy_batch
 from torch import nn
 
 import megatrain

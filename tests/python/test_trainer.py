@@ -9,9 +9,9 @@ from typing import Any
 import families
 import pytest
 import torch
+from case_models import adversarial
 from families import FAMILIES, VOCABULARY
 from resident import assert_close
-from test_cases import adversarial
 from torch.nn import functional as F
 
 import megatrain
