@@ -15,6 +15,7 @@ from family_zoo import Row
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 NOTES = {
+    "big_bird": "with full attention",
     "gpt2-scaled": "attention scaled by the layer's index",
     "t5": "encoder and decoder; the position bias of block 0 goes into the others",
     "bart": "encoder and decoder",
@@ -87,12 +88,12 @@ REFUSALS = [
         "test_leaving.py::test_what_forwards_leave_in_the_module_is_refused_where_they_run_side_by_side",
     ),
     Refusal(
-        "caches in training (`use_cache=True`)",
+        "caches in training (`use_cache=True`, and XLM, which makes one in every forward)",
         "a recompute would add to them again",
         "test_cases_refused.py::test_caches_in_training_are_refused_by_name",
     ),
     Refusal(
-        "blocks that draw from Python's or numpy's random generator",
+        "blocks that draw from Python's or numpy's random generator, as BigBird's do with block-sparse attention",
         "a recompute would draw other numbers; torch's are repeated",
         "test_cases_refused.py::test_blocks_that_draw_from_other_generators_are_refused_by_name",
     ),
@@ -113,28 +114,35 @@ HEAD = """# Models
 
 Each family below is trained at a small size with random weights in fp32, on a host backend that delays copies and
 overwrites what is not in use, and compared with the same module in plain PyTorch: loss and every gradient of two
-micro-batches of unequal length with left padding, through `step()` and through plain `backward()`, and for those marked
-so the weights after five steps of AdamW with clipping. "Exact" is a loss within 1e-6 and gradients within 3e-6 of each
-tensor's largest element, which is the rounding of fp32. A model that is not here is held against a resident run of its
-first blocks before its first update, and refused where they differ.
+micro-batches of unequal length with left padding, and what five steps of AdamW with clipping make of the weights,
+through `step()` and through plain `backward()`. "Exact" is a loss within 1e-6 and gradients within 3e-6 of each
+tensor's largest element, which is the rounding of fp32, and movements of weights within 3e-3 of each tensor's largest:
+of small gradients, whose steps AdamW makes as large as those of others, rounding is a larger share. A model that is not
+here is held against a resident run of its first blocks before its first update, and refused where they differ.
 
 This page is written by the tests: `pytest tests/python/test_family_zoo.py --models-page docs/models.md`.
 """
 
 
+KINKED = (
+    f"Movements of {', '.join(sorted(family_zoo.KINKED))} are held within 5e-2: some tokens come so near to the kink of its "
+    "activation that plain PyTorch in fp32 and in fp64 is 2.9e-2 apart."
+)
+
+
 def page(outcome: Callable[[str, Row], str], versions: str) -> str:
     """`outcome` of a test of a row; "exact" where it has passed."""
-    lines = [HEAD, versions, "", "| family | `step()` | `backward()` | five steps | |", "|---|---|---|---|---|"]
+    lines = [HEAD, versions, "", "| family | `step()` | `backward()` | |", "|---|---|---|---|"]
     for row in family_zoo.EXACT:
-        five = outcome("five_steps", row) if row in family_zoo.FIVE_STEPS else ""
         note = NOTES.get(row.name, "router logits and their auxiliary loss" if row.name.endswith("-router") else "")
-        lines.append(f"| {row.name} | {outcome('step', row)} | {outcome('backward', row)} | {five} | {note} |")
+        lines.append(f"| {row.name} | {outcome('step', row)} | {outcome('backward', row)} | {note} |")
     lines += ["", "PEFT's LoRA and DoRA on llama are exact too.", ""]
     found: dict[str, list[str]] = {}
     for row in family_zoo.MORE:
         found.setdefault(outcome("further", row), []).append(row.name)
     lines += ["The same, run when this page is written, for the causal models of these configurations:", ""]
     lines += [f"- {word}: {', '.join(names)}" for word, names in found.items()]
+    lines += ["", KINKED]
     lines += ["", "## Refused by name", ""]
     lines += ["| what | why |", "|---|---|"]
     lines += [f"| {refusal.what} | {refusal.why} |" for refusal in REFUSALS]
@@ -163,9 +171,7 @@ class PageWriter:
         self._path.write_text(page(self._of, versions_now()), encoding="utf-8")
 
     def _of(self, test: str, row: Row) -> str:
-        if test == "five_steps":
-            keys = [("test_five_steps", row.name, way) for way in ("step", "backward")]
-        elif test == "further":
+        if test == "further":
             keys = [("test_further_families", "", row.name)]
         else:
             keys = [("test_exact", row.name, test)]
