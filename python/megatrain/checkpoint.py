@@ -35,7 +35,7 @@ def state_dict(
     for name, parameter in tiles.plan.names.items():
         if parameter not in made:
             weights = tiles.view(parameter, Section.weights)
-            if dtype is not None:
+            if dtype is not None and not parameter.stays_fp32:
                 made[parameter] = weights.to(dtype)
             else:
                 made[parameter] = tiles.master(parameter) if parameter.trainable else weights

@@ -234,16 +234,17 @@ class GradientSink:
         index = self._next_staging
         self._next_staging = (index + 1) % self.STAGING_BUFFERS
         if index == len(self._staging):
-            self._staging.append(torch.empty(0, dtype=dtype, device=self._device))
+            self._staging.append(torch.empty(0, dtype=torch.uint8, device=self._device))
             self._tickets.append(None)
         ticket = self._tickets[index]
         if ticket is not None:
             self._engine.wait_drain(ticket, stream_handle(self._device))
-        if self._staging[index].numel() < elements:
+        nbytes = elements * dtype.itemsize
+        if self._staging[index].nbytes < nbytes:
             if ticket is not None:
                 self._engine.synchronize()  # the smaller buffer goes back to torch: nothing may still read it
-            self._staging[index] = torch.empty(elements, dtype=dtype, device=self._device)
-        return index, self._staging[index][:elements]
+            self._staging[index] = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return index, self._staging[index][:nbytes].view(dtype)
 
     # the norm
 

@@ -97,12 +97,14 @@ def take_blocks(
             block = Block(name, skeleton, plan.block_units[name], parameters)
             blocks.append(block)
             stack.container._modules[key] = BlockProxy(block, router, device, dtype)
+    stay_fp32 = {id(parameter.original) for parameter in plan.parameters if parameter.stays_fp32}
     for block in blocks:
         for owner in block.skeleton.modules():
             for inner, parameter in owner._parameters.items():
                 if parameter is not None and parameter.device.type != "meta":
+                    own = torch.float32 if id(parameter) in stay_fp32 else dtype
                     owner._parameters[inner] = nn.Parameter(
-                        torch.empty(parameter.shape, dtype=dtype, device="meta"), parameter.requires_grad
+                        torch.empty(parameter.shape, dtype=own, device="meta"), parameter.requires_grad
                     )
             if hasattr(owner, "gradient_checkpointing"):
                 # Blocks are recomputed by the schedule.

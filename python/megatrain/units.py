@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from megatrain._native import TileFormat, TileLayout
+from megatrain.kept_fp32 import kept_in_fp32
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +35,8 @@ class TiledParameter:
     """In the tile's layout."""
     original: nn.Parameter
     """The module's own object, whose storage becomes a view of the tile."""
+    stays_fp32: bool = False
+    """Among bf16 weights."""
 
     @property
     def numel(self) -> int:
@@ -73,7 +76,7 @@ class UnitPlan:
 
 def plan_units(module: nn.Module, stacks: Sequence[Stack], tile_format: TileFormat) -> UnitPlan:
     """Assign every parameter of the module to a unit. A parameter that several blocks, or a block and
-    the rest of the module, use is outside the stacks."""
+    the rest of the module, use is outside the stacks, and so is one that stays fp32 among bf16 weights."""
     names: dict[str, nn.Parameter] = dict(module.named_parameters(remove_duplicate=False))
     for name, parameter in names.items():
         if parameter.dtype not in SUPPORTED_DTYPES:
@@ -91,15 +94,24 @@ def plan_units(module: nn.Module, stacks: Sequence[Stack], tile_format: TileForm
         if name not in inside:
             users.setdefault(id(parameter), set()).add("")
 
+    kept = kept_in_fp32(module) if tile_format.weights != "fp32" else set()
+    kept_format = TileFormat("fp32", tile_format.moments, tile_format.rule)
     tiled: dict[int, TiledParameter] = {}
     units: list[Unit] = []
     block_units: dict[str, Unit] = {}
 
-    def add_unit(unit_name: str, members: list[tuple[str, nn.Parameter]], is_block: bool) -> Unit:
-        layout = TileLayout(tile_format, [(parameter.numel(), parameter.requires_grad) for _, parameter in members])
+    def add_unit(
+        unit_name: str, members: list[tuple[str, nn.Parameter]], *, is_block: bool, stays_fp32: bool = False
+    ) -> Unit:
+        layout = TileLayout(
+            kept_format if stays_fp32 else tile_format,
+            [(parameter.numel(), parameter.requires_grad) for _, parameter in members],
+        )
         parameters = []
         for index, (name, parameter) in enumerate(members):
-            entry = TiledParameter(name, parameter.shape, parameter.requires_grad, len(units), index, parameter)
+            entry = TiledParameter(
+                name, parameter.shape, parameter.requires_grad, len(units), index, parameter, stays_fp32
+            )
             tiled[id(parameter)] = entry
             parameters.append(entry)
         unit = Unit(unit_name, len(units), is_block, tuple(parameters), layout)
@@ -113,17 +125,21 @@ def plan_units(module: nn.Module, stacks: Sequence[Stack], tile_format: TileForm
             members = [
                 (prefix + key, parameter)
                 for key, parameter in owner.named_parameters()
-                if users[id(parameter)] == {module_name}
+                if users[id(parameter)] == {module_name} and id(parameter) not in kept
             ]
             block_units[module_name] = add_unit(module_name, members, is_block=True)
         outside = {
             id(parameter): (prefix + key, parameter)
             for key, parameter in owner.named_parameters(recurse=False)
-            if id(parameter) not in tiled and ("" in users[id(parameter)] or len(users[id(parameter)]) > 1)
+            if id(parameter) not in tiled
+            and ("" in users[id(parameter)] or len(users[id(parameter)]) > 1 or id(parameter) in kept)
         }
-        if outside:
-            # A block may itself own parameters that others use.
-            unit_name = f"{module_name} (shared)" if module_name in block_names else module_name or "(root)"
-            add_unit(unit_name, list(outside.values()), is_block=False)
+        # A block may itself own parameters that others use.
+        unit_name = f"{module_name} (shared)" if module_name in block_names else module_name or "(root)"
+        for stays_fp32 in (False, True):
+            chosen = [member for key, member in outside.items() if (key in kept) == stays_fp32]
+            if chosen:
+                name = f"{unit_name} (fp32)" if stays_fp32 else unit_name
+                add_unit(name, chosen, is_block=False, stays_fp32=stays_fp32)
     resolved = {name: tiled[id(parameter)] for name, parameter in names.items()}
     return UnitPlan(tuple(units), resolved, block_units)

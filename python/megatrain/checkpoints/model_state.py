@@ -36,6 +36,7 @@ def describe(model: StreamedModel) -> dict[str, Any]:
                         "shape": list(parameter.shape),
                         "trainable": parameter.trainable,
                         "offset": unit.layout.element_offset(parameter.index),
+                        "stays_fp32": parameter.stays_fp32,
                     }
                     for parameter in unit.parameters
                 ],

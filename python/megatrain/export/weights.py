@@ -24,7 +24,8 @@ _PIECE_ELEMENTS = 4 << 20
 
 
 class Weights(Protocol):
-    """Parameters in `dtype`, buffers in their own type; `pieces` are flat, on the host, in order."""
+    """Parameters in `dtype`, but for those that stay fp32, and buffers in their own type; `pieces` are flat, on the
+    host, in order."""
 
     dtype: torch.dtype
 
@@ -49,7 +50,9 @@ class ModelWeights:
         return list(self._parameters[name].shape if name in self._parameters else self._buffers[name].shape)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        return self.dtype if name in self._parameters else self._buffers[name].dtype
+        parameter = self._parameters.get(name)
+        own: torch.dtype = self._buffers[name].dtype if parameter is None else self.dtype
+        return torch.float32 if parameter is not None and parameter.stays_fp32 else own
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         if name not in self._parameters:
@@ -62,7 +65,7 @@ class ModelWeights:
             return
         flat = weights.view(-1)
         for begin in range(0, flat.numel(), _PIECE_ELEMENTS):
-            yield flat[begin : begin + _PIECE_ELEMENTS].to(self.dtype)
+            yield flat[begin : begin + _PIECE_ELEMENTS].to(self.dtype_of(name))
 
 
 class CheckpointWeights:
@@ -88,7 +91,10 @@ class CheckpointWeights:
         return list(self._places[name][1]["shape"] if name in self._places else self._buffers[name].shape)
 
     def dtype_of(self, name: str) -> torch.dtype:
-        return self.dtype if name in self._places else self._buffers[name].dtype
+        if name not in self._places:
+            return self._buffers[name].dtype
+        stays_fp32 = self._places[name][1].get("stays_fp32", False)
+        return torch.float32 if stays_fp32 else self.dtype
 
     def pieces(self, name: str) -> Iterator[torch.Tensor]:
         if name not in self._places:
@@ -103,7 +109,7 @@ class CheckpointWeights:
             for begin in range(first, last, _PIECE_ELEMENTS):
                 end = min(begin + _PIECE_ELEMENTS, last)
                 piece = weights[begin:end]
-                yield piece.to(self.dtype) if low is None else _joined(piece, low[begin:end])
+                yield piece.to(self.dtype_of(name)) if low is None else _joined(piece, low[begin:end])
 
 
 def _joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ def generate_through(streamed: StreamedModel) -> None:
 
     @functools.wraps(inner)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        with streamed._runner.eagerly():
+        with streamed._parts.runner.eagerly():
             return inner(*args, **kwargs)
 
     module.generate = generate

@@ -53,8 +53,12 @@ def _unit_bytes(parameters: Parameters, tile_format: TileFormat) -> UnitBytes:
 class UnitShape:
     name: str
     parameters: Parameters
+    stays_fp32: bool = False
+    """Among bf16 weights."""
 
     def bytes(self, tile_format: TileFormat) -> UnitBytes:
+        if self.stays_fp32:
+            tile_format = TileFormat("fp32", tile_format.moments, tile_format.rule)
         return _unit_bytes(self.parameters, tile_format)
 
     @property
@@ -143,7 +147,8 @@ class ModelShape:
         for unit in plan.units:
             if unit.is_block:
                 continue
-            outside.append(UnitShape(name=unit.name, parameters=_parameters(unit)))
+            stays_fp32 = any(parameter.stays_fp32 for parameter in unit.parameters)
+            outside.append(UnitShape(name=unit.name, parameters=_parameters(unit), stays_fp32=stays_fp32))
             for parameter in unit.parameters:
                 if head is not None and parameter.original is head:
                     head_unit, head_trained = unit.name, parameter.trainable

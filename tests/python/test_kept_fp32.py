@@ -1,0 +1,136 @@
+"""Parameters that transformers keeps in fp32 in bf16 models (routers, biases of time steps) are fp32 in their tiles."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import family_zoo
+import pytest
+import torch
+import transformers
+from case_models import adversarial, stream
+from family_zoo import Row
+from resident import Resident, assert_close
+
+import megatrain
+from megatrain import Placement
+from megatrain.export.weights import CheckpointWeights
+
+NAMES = {"deepseek_v3": "mlp.gate.weight", "kimi_linear": "mlp.gate.weight|dt_bias", "deepseek_v2": "mlp.gate.weight"}
+STREAMED, RESIDENT = Placement(), Placement.spread(3, resident=2, selected=1)
+SETTINGS: dict[str, Any] = dict(lr=1e-3, weight_decay=0.1, eps=1e-6)
+
+
+def row(name: str) -> Row:
+    found = next(row for row in family_zoo.EXACT if row.name == name)
+    if not found.exists:
+        pytest.skip(f"transformers {transformers.__version__} has no {found.needs}")
+    return found
+
+
+def streamed(module: torch.nn.Module, **changes: Any) -> megatrain.StreamedModel:
+    settings: dict[str, Any] = dict(dtype=torch.bfloat16, optimizer=megatrain.AdamW(**SETTINGS), self_check=False)
+    return stream(module, **{**settings, **changes})
+
+
+def kept(module: torch.nn.Module, part: str) -> list[str]:
+    found = [name for name, _ in module.named_parameters() if re.search(part, name)]
+    assert found
+    return found
+
+
+class InHalf(Resident):
+    """bf16 but for the named parameters, as transformers loads a model with dtype=torch.bfloat16."""
+
+    def __init__(self, module: torch.nn.Module, names: list[str], values: dict[str, torch.Tensor]) -> None:
+        super().__init__(module, max_grad_norm=1.0, **SETTINGS)
+        for name, parameter in self.module.named_parameters():
+            parameter.data = values[name].to(torch.float32 if name in names else torch.bfloat16)
+
+
+@pytest.mark.parametrize("way", ["step", "backward"])
+@pytest.mark.parametrize("placement", [STREAMED, RESIDENT], ids=["streamed", "resident"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_linear"])
+def test_computed_in_fp32_and_updated_as_by_torch(name: str, placement: Placement, way: str) -> None:
+    found = row(name)
+    module = found.build()
+    names = kept(module, NAMES[name])
+    model = streamed(module, placement=placement)
+    reference = InHalf(found.build(), names, model.state_dict(dtype=torch.bfloat16))
+    faces = dict(model.named_parameters())
+    assert {n for n, face in faces.items() if face.dtype == torch.float32} == set(names)
+    fed = {n: torch.nn.Parameter(value.clone()) for n, value in model.state_dict().items() if n in names}
+    adamw = torch.optim.AdamW(
+        [dict(params=[value], weight_decay=0.1 if value.dim() > 1 else 0.0) for value in fed.values()], **SETTINGS
+    )
+    for step in range(3):
+        batches = found.batches(step)
+        if step == 0:
+            loss, gradients = reference.gradients(batches)
+        if way == "step":
+            own = model.step(batches).loss
+        else:
+            weights = [megatrain.loss.weight_of(batch, True) for batch in batches]
+            own = 0.0
+            for batch, weight in zip(batches, weights, strict=True):
+                part = model(**batch).loss * (weight / sum(weights))
+                part.backward()
+                own += float(part.detach())
+            model.optimizer.step()
+        model.synchronize()
+        if step == 0:
+            assert own == pytest.approx(loss, rel=1e-2)
+            for each in names:
+                assert faces[each].grad.dtype == torch.float32
+                assert_close(faces[each].grad, gradients[each], 3e-2, f"gradient of {each}")
+        coefficient = min(1.0, 1.0 / (model.last_grad_norm + 1e-6))
+        for each, value in fed.items():
+            value.grad = faces[each].grad * coefficient
+        adamw.step()
+    state = model.state_dict()
+    for each, value in fed.items():
+        assert_close(state[each], value, 1e-6, each)
+        assert not torch.equal(state[each], state[each].bfloat16().float())
+
+
+def test_the_values_that_are_computed_with_are_not_rounded() -> None:
+    """A change below bf16's resolution of a router's weight changes its scores."""
+    found = row("deepseek_v2")
+    module = found.build()
+    (first, *_) = kept(module, NAMES["deepseek_v2"])
+    model = streamed(module)
+    batch = found.batches()[0]
+    before = model.evaluate(batch).loss
+    with model.edit_parameters() as values:
+        values[first].mul_(1 + 2.0**-11)
+    assert model.evaluate(batch).loss != before
+
+
+def test_saved_and_loaded_in_fp32(tmp_path: Path) -> None:
+    found = row("deepseek_v3")
+    module = found.build()
+    names = kept(module, NAMES["deepseek_v3"])
+    model = streamed(module)
+    model.step(found.batches())
+    exact = {name: value for name, value in model.state_dict().items() if name in names}
+    model.save_pretrained(tmp_path / "model")
+    model.save_checkpoint(tmp_path / "checkpoints")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.bfloat16)
+    again = megatrain.StreamedModel.from_pretrained(tmp_path / "model", device=adversarial(), dtype=torch.bfloat16)
+    saved = CheckpointWeights(next((tmp_path / "checkpoints").iterdir()))
+    for name, parameter in loaded.named_parameters():
+        assert (parameter.dtype == torch.float32) == (name in names), name
+        assert saved.dtype_of(name) == parameter.dtype, name
+    for name, value in exact.items():
+        assert torch.equal(loaded.get_parameter(name), value), name
+        assert torch.equal(again.state_dict()[name], value), name
+        assert torch.equal(torch.cat(list(saved.pieces(name))).view(value.shape), value), name
+        assert model.state_dict(dtype=torch.bfloat16)[name].dtype == torch.float32
+
+
+def test_fp32_weights_have_one_format() -> None:
+    """With fp32 weights nothing is set apart."""
+    model = stream(row("deepseek_v2").build(), self_check=False)
+    assert not any(parameter.stays_fp32 for parameter in model._parts.units.parameters)
