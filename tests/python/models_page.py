@@ -125,7 +125,7 @@ This page is written by the tests: `pytest tests/python/test_family_zoo.py --mod
 
 
 KINKED = (
-    f"Movements of {', '.join(sorted(family_zoo.KINKED))} are held within 5e-2: some tokens come so near to the kink of "
+    f"Weights of {', '.join(sorted(family_zoo.KINKED))} are held within 5e-2: some tokens come so near to the kink of "
     "its activation that plain PyTorch in fp32 and in fp64 is 2.9e-2 apart."
 )
 
