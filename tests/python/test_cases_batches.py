@@ -5,7 +5,7 @@ from __future__ import annotations
 import families
 import pytest
 import torch
-from case_models import LLAMA, reference, stream
+from case_models import LLAMA, assert_same_parameters, reference, stream
 from families import text_batch
 from resident import assert_close
 
@@ -49,6 +49,22 @@ def test_no_targets_updates_nothing() -> None:
     mixed = model.step([batch, text_batch(2)])
     alone = stream(families.build(LLAMA)).step([text_batch(2)])
     assert mixed.loss == pytest.approx(alone.loss, rel=1e-6)
+
+
+def test_no_targets_in_a_plain_backward() -> None:
+    """As plain PyTorch has it: no loss, gradients of zero, and weights that decay."""
+    module = families.build(LLAMA)
+    resident, model = reference(module), stream(module)
+    batch = text_batch(1)
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    for owner in (resident.module, model):
+        loss = owner(**batch).loss
+        assert not torch.isfinite(loss)
+        loss.backward()
+    resident.optimizer.step()
+    model.optimizer.step()
+    assert model.last_grad_norm == 0.0
+    assert_same_parameters(model, resident, 1e-7)
 
 
 # 44: masks

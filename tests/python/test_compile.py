@@ -10,6 +10,7 @@ import pytest
 import torch
 from families import FAMILIES
 from resident import assert_close
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import megatrain
 from megatrain import BlockPlacement, Placement
@@ -78,6 +79,21 @@ def test_inductor_equals_eager(case: Case, device: object) -> None:
         assert_close(compiled[parameter], gradient, 1e-4, parameter)
 
 
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "vit"])
+def test_traced_blocks_equal_eager_ones(name: str, device: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Families that would cost too much to compile: their graphs, forward and backward, run operator by operator."""
+    eager_losses, eager = run(Case(name), device, compile=False)
+    counter = CompileCounterWithBackend("aot_eager")
+    original = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: original(function, backend=counter))
+    losses, traced = run(Case(name), device, compile=True)
+    assert counter.frame_count == 1
+    assert losses == pytest.approx(eager_losses, rel=1e-5)
+    assert set(traced) == set(eager)
+    for parameter, gradient in eager.items():
+        assert_close(traced[parameter], gradient, 1e-4, parameter)
+
+
 def test_inductor_keeps_what_the_placement_says(device: object, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatrain.kept.SHELF_LEAST_BYTES", 1)
     kept = [0]
@@ -108,7 +124,7 @@ def test_inductor_keeps_what_the_placement_says(device: object, monkeypatch: pyt
 
 def test_one_graph_for_all_layers_of_a_structure(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    counter = CompileCounterWithBackend("aot_eager")
     original = torch.compile
     monkeypatch.setattr(torch, "compile", lambda function, **_: original(function, backend=counter))
     model = megatrain.StreamedModel(families.build(BY_NAME["llama"]), device="cpu", dtype=torch.float32, compile=True)

@@ -3,12 +3,14 @@ rounding decides a bit, and that a saved state resumes to the bit."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import families
 import numpy as np
 import pytest
 import torch
+from case_models import Toy, toy_batch
 from families import FAMILIES
 
 import megatrain
@@ -116,6 +118,23 @@ def test_states_go_to_torch_and_back(mode: dict[str, Any]) -> None:
             theirs, ours = adamw.state[parameter][name], back[index][name].float()
             allowed = rel * theirs.abs() + smallest * theirs.abs().max()
             assert bool(((ours - theirs).abs() <= allowed).all()), name
+    model.close()
+
+
+@every_mode
+def test_zero_gradients_without_decay_move_nothing(mode: dict[str, Any]) -> None:
+    """Zero is a value of every format: nothing is rounded away from it."""
+    model = streamed(mode, Toy(blocks=2), optimizer=megatrain.AdamW(lr=1e-2, weight_decay=0.0))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the layer without a use
+        for step in range(100):
+            batch = {name: value.to(mode["dtype"]) for name, value in toy_batch(step).items()}
+            (0.0 * model(**batch)["loss"]).backward()
+            model.optimizer.step()
+            assert model.last_grad_norm == 0.0
+    assert float(next(iter(model.optimizer.state_dict()["state"].values()))["step"]) == 100
+    assert_same_bits(model.state_dict(), before)
     model.close()
 
 
