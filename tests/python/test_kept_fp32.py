@@ -17,6 +17,7 @@ from resident import Resident, assert_close
 import megatrain
 from megatrain import Placement
 from megatrain.export.weights import CheckpointWeights
+from megatrain.kept_fp32 import kept_in_fp32
 
 NAMES = {"deepseek_v3": "mlp.gate.weight", "kimi_linear": "mlp.gate.weight|dt_bias", "deepseek_v2": "mlp.gate.weight"}
 STREAMED, RESIDENT = Placement(), Placement.spread(3, resident=2, selected=1)
@@ -24,7 +25,7 @@ SETTINGS: dict[str, Any] = dict(lr=1e-3, weight_decay=0.1, eps=1e-6)
 
 
 def row(name: str) -> Row:
-    found = next(row for row in family_zoo.EXACT if row.name == name)
+    found = next(row for row in [*family_zoo.EXACT, *family_zoo.MORE] if row.name == name)
     if not found.exists:
         pytest.skip(f"transformers {transformers.__version__} has no {found.needs}")
     return found
@@ -134,3 +135,21 @@ def test_fp32_weights_have_one_format() -> None:
     """With fp32 weights nothing is set apart."""
     model = stream(row("deepseek_v2").build(), self_check=False)
     assert not any(parameter.stays_fp32 for parameter in model._parts.units.parameters)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v4", "glm4_moe", "nemotron_h", "BailingHybrid", "HYV4"])
+def test_families_are_those_of_transformers_in_bf16(name: str) -> None:
+    """One batch: more are summed in fp32 here, and in bf16 there. HYV4 keeps its output embedding in fp32."""
+    found = row(name)
+    module = found.build()
+    ids = kept_in_fp32(module)
+    names = [name for name, parameter in module.named_parameters() if id(parameter) in ids]
+    assert names
+    model = streamed(module)
+    reference = InHalf(found.build(), names, model.state_dict(dtype=torch.bfloat16))
+    batch = found.batches()[0]
+    loss, gradients = reference.gradients([batch])
+    assert model.step(batch).loss == pytest.approx(loss, rel=1e-6)
+    for each, face in model.named_parameters():
+        if each in gradients:
+            assert_close(face.grad, gradients[each], 3e-2, f"gradient of {each}")
