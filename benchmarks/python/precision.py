@@ -95,12 +95,18 @@ def main() -> None:
     parser.add_argument("--only", default="", help="modes whose name has this")
     parser.add_argument("--commit", default="", help="of the source; else asked of git")
     parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--apart", type=int, help="only print how fast two fp32 runs of one seed part, in so many steps"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     transformers.logging.set_verbosity_error()
     prepared = prepare_text(arguments.steps)
     machine = describe(arguments.commit, prepared)
     print("\n".join(f"{key}: {value}" for key, value in machine.items()), flush=True)
+    if arguments.apart:
+        print_apart(prepared, arguments.apart, arguments.steps)
+        return
     results: list[Result] = []
     if arguments.json and arguments.json.exists():
         results = [Result(**each) for each in json.loads(arguments.json.read_text(encoding="utf-8"))["results"]]
@@ -148,15 +154,31 @@ def fresh(seed: int) -> torch.nn.Module:
     return make(transformers.Qwen3Config(**SHAPE), dtype=torch.float32)
 
 
+def batches_and_rates(
+    rule: str, seed: int, prepared: Prepared, steps: int
+) -> Iterator[tuple[Mapping[str, Any], float]]:
+    loader = Loader(prepared.rows, micro_batch=ROWS, seed=seed)
+    schedule = ScheduleSettings(warmup_steps=steps // 10, min_lr=PEAK[rule] / 10)
+    for number in range(steps):
+        (batch,) = next(loader)
+        yield batch, PEAK[rule] * lr_factor(schedule, number, steps, PEAK[rule])
+
+
+def print_apart(prepared: Prepared, until: int, steps: int) -> None:
+    """Losses of plain PyTorch and of streamed fp32 weights, from one seed, and their difference."""
+    resident, *others = modes()
+    streams = next(mode for mode in others if mode.rule == resident.rule)
+    (theirs, _), (ours, _) = plain(resident, 0), streamed(streams, 0)
+    for number, (batch, rate) in zip(range(until), batches_and_rates(resident.rule, 0, prepared, steps), strict=False):
+        expected, found = theirs(batch, rate), ours(batch, rate)
+        if number % 6 == 0:
+            print(f"step {number:>3}  {expected:.6f}  {found:.6f}  apart {abs(found - expected):.1e}", flush=True)
+
+
 def run(mode: Mode, seed: int, prepared: Prepared, steps: int) -> Result:
     started = time.perf_counter()
     step, evaluate = plain(mode, seed) if mode.settings is None else streamed(mode, seed)
-    loader = Loader(prepared.rows, micro_batch=ROWS, seed=seed)
-    schedule = ScheduleSettings(warmup_steps=steps // 10, min_lr=PEAK[mode.rule] / 10)
-    losses = []
-    for number in range(steps):
-        (batch,) = next(loader)
-        losses.append(step(batch, PEAK[mode.rule] * lr_factor(schedule, number, steps, PEAK[mode.rule])))
+    losses = [step(batch, rate) for batch, rate in batches_and_rates(mode.rule, seed, prepared, steps)]
     held_out = weighted_mean(evaluate(batch) for batch in held_out_batches(prepared))
     return Result(mode.name, seed, held_out, statistics.fmean(losses[-LAST:]), time.perf_counter() - started)
 
