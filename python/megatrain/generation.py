@@ -10,7 +10,7 @@ import torch
 from megatrain.takeover import evaluation_mode
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from torch import nn
 
@@ -24,13 +24,21 @@ def generate(model: StreamedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
     own: Any = getattr(module, "generate", None)
     if own is None:
         raise ValueError(f"{type(module).__name__} has no generate()")
+    with evaluation_mode(module, model._parts.blocks):
+        return generate_by(model, own, args, kwargs)
+
+
+def generate_by(
+    model: StreamedModel, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """By the module's method `own`, in whatever mode the module is."""
+    model._passes.before_forward()
     moved_args, moved_kwargs = model._parts.surroundings.arguments_to_device(args, kwargs)
     with (
         torch.no_grad(),
-        evaluation_mode(module, model._parts.blocks),
         model._parts.surroundings.own_arithmetic(caches=True),
         model._parts.runner.eagerly(),
-        _weights_expected(module, model._parts.weights, model._parts.updates.next_uses),
+        _weights_expected(model.module, model._parts.weights, model._parts.updates.next_uses),
     ):
         try:
             return own(*moved_args, **moved_kwargs)

@@ -230,7 +230,6 @@ class StreamedModel:
         result are those of transformers. Draws from torch's global generators, as transformers does. Weights go
         through the ring once a token, so many rows at a time are what makes it worth its time. Changes nothing
         of the training; gradients that wait for `optimizer.step()` stay."""
-        self._passes.before_forward()
         return generate(self, args, kwargs)
 
     # parameters

@@ -37,7 +37,7 @@ def test_equals_the_resident_module(family: Any, how: dict[str, Any]) -> None:
     expected = tokens(resident.module.eval(), family.name, how)
     found = tokens(model, family.name, how)
     assert torch.equal(found, expected)
-    assert len(expected.unique()) > 3 or (family.name, how) == ("t5", GREEDY)
+    assert len(expected.unique()) >= 3 or (family.name, how) == ("t5", GREEDY)
     assert model.module.training, "modes are as they were"
     model.close()
 

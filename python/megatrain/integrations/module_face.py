@@ -6,6 +6,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING, Any
 
+from megatrain.generation import generate_by
+
 if TYPE_CHECKING:
     from megatrain.model import StreamedModel
 
@@ -33,13 +35,13 @@ def call_through(streamed: StreamedModel) -> None:
 
 
 def generate_through(streamed: StreamedModel) -> None:
-    """After `call_through`: the module's own generate(), in whatever mode the module is, compiles no blocks."""
+    """From now on `streamed.module.generate(...)` does what `streamed.generate(...)` does, but in the mode that the
+    module is in."""
     module: Any = streamed.module
     inner = module.generate
 
     @functools.wraps(inner)
     def generate(*args: Any, **kwargs: Any) -> Any:
-        with streamed._parts.runner.eagerly():
-            return inner(*args, **kwargs)
+        return generate_by(streamed, inner, args, kwargs)
 
     module.generate = generate
