@@ -151,7 +151,8 @@ def describe(commit: str, prepared: Prepared) -> dict[str, object]:
 def fresh(seed: int) -> torch.nn.Module:
     torch.manual_seed(seed)
     make: Any = transformers.AutoModelForCausalLM.from_config
-    return make(transformers.Qwen3Config(**SHAPE), dtype=torch.float32)
+    # With a cache, transformers would let packed documents see each other.
+    return make(transformers.Qwen3Config(**SHAPE, use_cache=False), dtype=torch.float32)
 
 
 def batches_and_rates(
