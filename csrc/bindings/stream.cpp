@@ -21,14 +21,16 @@ SectionCopy section_copy(int tile, Section section, std::int64_t element_offset,
 void bind_values(py::module_& module) {
   py::class_<ParameterUpdate>(module, "ParameterUpdate", py::is_final())
       .def(py::init([](int parameter, double lr, double beta1, double beta2, double eps, double weight_decay,
-                       std::int64_t step, std::uint64_t seed) {
+                       std::int64_t step, std::uint64_t seed, std::int64_t begin, std::int64_t end) {
              ParameterUpdate update;
              update.parameter = parameter;
              update.step = {lr, beta1, beta2, eps, weight_decay, step, 1.0f, seed};
+             update.elements = {begin, end};
              return update;
            }),
            py::arg("parameter"), py::kw_only(), py::arg("lr"), py::arg("beta1"), py::arg("beta2"),
-           py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("seed") = 0);
+           py::arg("eps"), py::arg("weight_decay"), py::arg("step"), py::arg("seed") = 0,
+           py::arg("begin") = 0, py::arg("end") = -1);
   py::class_<TraceSpan>(module, "TraceSpan", py::is_final())
       .def_property_readonly("kind", [](const TraceSpan& self) { return span_kind_name(self.kind); })
       .def_readonly("tile", &TraceSpan::tile)
@@ -88,6 +90,25 @@ void bind_slots(py::class_<Engine>& engine) {
           "release",
           [](Engine& self, int slot, std::uintptr_t stream) { self.release(slot, stream_view(stream)); },
           py::arg("slot"), py::arg("stream"), ReleaseGil())
+      .def(
+          "split",
+          [](Engine& self, int tile,
+             const std::vector<std::vector<std::pair<std::int64_t, std::int64_t>>>& parts) {
+            std::vector<std::vector<ElementRange>> ranges;
+            for (const auto& part : parts) {
+              ranges.emplace_back();
+              for (const auto& [begin, end] : part) ranges.back().push_back({begin, end});
+            }
+            self.split(tile, std::move(ranges));
+          },
+          py::arg("tile"), py::arg("parts"), ReleaseGil())
+      .def("want", &Engine::want, py::arg("tile"), py::arg("parts"), ReleaseGil())
+      .def(
+          "bring",
+          [](Engine& self, int slot, const std::vector<int>& parts, std::uintptr_t stream) {
+            self.bring(slot, parts, stream_view(stream));
+          },
+          py::arg("slot"), py::arg("parts"), py::arg("stream"), ReleaseGil())
       .def(
           "release_all", [](Engine& self, std::uintptr_t stream) { self.release_all(stream_view(stream)); },
           py::arg("stream"), ReleaseGil())

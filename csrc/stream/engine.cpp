@@ -57,6 +57,21 @@ void Engine::release(int slot, StreamView stream) {
   prefetcher_->release(slot, stream);
 }
 
+void Engine::split(int tile, std::vector<std::vector<ElementRange>> parts) {
+  check();
+  prefetcher_->split(tile, std::move(parts));
+}
+
+void Engine::want(int tile, const std::vector<int>& parts) {
+  check();
+  prefetcher_->want(tile, parts);
+}
+
+void Engine::bring(int slot, const std::vector<int>& parts, StreamView stream) {
+  check();
+  prefetcher_->bring(slot, parts, stream);
+}
+
 std::int64_t Engine::version(int tile) {
   check();
   store_->layout(tile);

@@ -43,6 +43,10 @@ class Engine {
   int acquire(int tile, StreamView stream);
   // The work on `stream` so far was the last that reads this acquisition.
   void release(int slot, StreamView stream);
+  // Weights that go up in parts: see Prefetcher.
+  void split(int tile, std::vector<std::vector<ElementRange>> parts);
+  void want(int tile, const std::vector<int>& parts);
+  void bring(int slot, const std::vector<int>& parts, StreamView stream);
   // For a caller whose work was cut short: nothing is acquired any more, no compute span is open.
   void release_all(StreamView stream);
 

@@ -1,15 +1,30 @@
 #include "stream/prefetcher.h"
 
 #include <algorithm>
+#include <exception>
 #include <string>
 #include <utility>
 
 #include "base/error.h"
 
 namespace megatrain {
+namespace {
+
+std::vector<int> set_in(const std::vector<bool>& flags) {
+  std::vector<int> indices;
+  for (std::size_t i = 0; i < flags.size(); ++i) {
+    if (flags[i]) indices.push_back(static_cast<int>(i));
+  }
+  return indices;
+}
+
+}  // namespace
 
 Prefetcher::Prefetcher(const EngineParts& parts)
-    : parts_(parts), backend_(parts.store.backend()), stream_(backend_.create_stream("mt-h2d")) {
+    : parts_(parts),
+      backend_(parts.store.backend()),
+      stream_(backend_.create_stream("mt-h2d")),
+      parts_stream_(backend_.create_stream("mt-parts")) {
   thread_ = parts_.monitor.start("mt-prefetch", [this] { work(); });
 }
 
@@ -19,7 +34,10 @@ void Prefetcher::join() {
   if (thread_.joinable()) thread_.join();
 }
 
-void Prefetcher::synchronize() { backend_.synchronize(stream_); }
+void Prefetcher::synchronize() {
+  backend_.synchronize(stream_);
+  backend_.synchronize(parts_stream_);
+}
 
 std::size_t Prefetcher::weight_bytes(int tile) const {
   return parts_.store.layout(tile).section(Section::kWeights).bytes;
@@ -149,6 +167,88 @@ void Prefetcher::release_all(StreamView stream) {
   parts_.monitor.notify_locked();
 }
 
+void Prefetcher::split(int tile, std::vector<std::vector<ElementRange>> parts) {
+  WeightParts made(parts_.store.layout(tile), std::move(parts));
+  std::vector<bool> none(static_cast<std::size_t>(made.size()));
+  const Monitor::Lock lock = parts_.monitor.lock();
+  for (int i = 0; i < slots_.size(); ++i) {
+    if (slots_[i].tile != tile) continue;
+    throw CallerError("tile " + std::to_string(tile) + " is in slot " + std::to_string(i) +
+                      "; it is split before it goes up");
+  }
+  if (!splits_.try_emplace(tile, Split{std::move(made), std::move(none)}).second) {
+    throw CallerError("tile " + std::to_string(tile) + " is split already");
+  }
+}
+
+const Prefetcher::Split& Prefetcher::split_at(int tile) const {
+  const auto found = splits_.find(tile);
+  if (found == splits_.end()) throw CallerError("tile " + std::to_string(tile) + " is not split");
+  return found->second;
+}
+
+void Prefetcher::want(int tile, const std::vector<int>& parts) {
+  const Monitor::Lock lock = parts_.monitor.lock();
+  split_at(tile).parts.ranges(false, parts);  // throws for one that does not exist
+  std::vector<bool>& wanted = splits_.at(tile).wanted;
+  wanted.assign(wanted.size(), false);
+  for (const int part : parts) wanted[static_cast<std::size_t>(part)] = true;
+}
+
+void Prefetcher::bring(int index, const std::vector<int>& parts, StreamView stream) {
+  Monitor::Lock lock = parts_.monitor.lock();
+  if (index < 0 || index >= slots_.size() || slots_[index].uses == 0) {
+    throw CallerError("slot " + std::to_string(index) + " is not in use; nothing can be brought to it");
+  }
+  Slot& slot = slots_[index];
+  const WeightParts& split = split_at(slot.tile).parts;
+  split.ranges(false, parts);  // throws for one that does not exist
+  std::vector<int> missing;
+  for (const int part : parts) {
+    if (slot.parts[static_cast<std::size_t>(part)]) continue;
+    slot.parts[static_cast<std::size_t>(part)] = true;
+    missing.push_back(part);
+  }
+  if (missing.empty()) return;
+  const int tile = slot.tile;
+  const bool current = slot.version == version(tile) && gate_open(tile);
+  if (!current || !parts_.gate.begin_read(tile, !parts_.keeps(Wait::kGateUpdate))) {
+    throw CallerError("tile " + std::to_string(tile) + " was updated or edited while slot " +
+                      std::to_string(index) + " was in use; its parts would be of two versions");
+  }
+  lock.unlock();
+  // An acquired slot is not filled again, and only the caller, who is here, changes its parts.
+  try {
+    const SharedEvent before = parts_.events.record(stream);
+    const SharedEvent end = queue_parts(tile, split.ranges(false, missing), slot);
+    parts_.gate.read_queued(tile, ReadLane::kParts, end);
+    if (parts_.keeps(Wait::kPartArrived)) backend_.wait(stream, *end);
+    TraceSpan span;
+    span.kind = SpanKind::kWait;
+    span.tile = tile;
+    span.step = parts_.step;
+    parts_.trace.add(span, before, parts_.events.record(stream));
+  } catch (...) {
+    // The gate still counts a read that will never be queued, and an update would wait for it.
+    parts_.monitor.fail(std::current_exception());
+    parts_.monitor.rethrow_failure();
+  }
+}
+
+SharedEvent Prefetcher::queue_parts(int tile, const std::vector<ElementRange>& ranges, const Slot& slot) {
+  // The base came when the slot's last readers were done.
+  if (parts_.keeps(Wait::kSlotFree)) backend_.wait(parts_stream_, *slot.arrived);
+  const SharedEvent begin = parts_.events.record(parts_stream_);
+  TraceSpan span;
+  span.kind = SpanKind::kCopyUp;
+  span.tile = tile;
+  span.step = parts_.step;
+  span.bytes = static_cast<std::int64_t>(copy_ranges(tile, ranges, slot.device, parts_stream_));
+  SharedEvent end = parts_.events.record(parts_stream_);
+  parts_.trace.add(span, begin, end);
+  return end;
+}
+
 void Prefetcher::drop(Slot& slot) {
   if (idle(slot)) backend_.poison(slot.device, slot.bytes);
   slot.tile = -1;
@@ -166,7 +266,19 @@ bool Prefetcher::gate_open(int tile) { return parts_.gate.open(tile) || !parts_.
 std::optional<Prefetcher::Request> Prefetcher::begin(int tile, int slot) {
   const auto version = parts_.gate.begin_read(tile, !parts_.keeps(Wait::kGateUpdate));
   if (!version) return std::nullopt;
-  Request request{tile, slot, *version, 0};
+  Request request;
+  request.tile = tile;
+  request.slot = slot;
+  request.version = *version;
+  const TileLayout& layout = parts_.store.layout(tile);
+  if (const auto split = splits_.find(tile); split != splits_.end()) {
+    request.parts = split->second.wanted;
+    request.ranges = split->second.parts.ranges(true, set_in(request.parts));
+  } else if (parts_.copy_by_parameter) {
+    for (int i = 0; i < layout.parameters(); ++i) request.ranges.push_back(layout.range(i));
+  } else {
+    request.ranges.push_back({0, layout.weight_elements()});
+  }
   if (const auto held = held_since_ns_.find(tile); held != held_since_ns_.end()) {
     request.gate_ns = steady_now_ns() - held->second;
     held_since_ns_.erase(held);
@@ -224,6 +336,7 @@ void Prefetcher::work() {
     const std::vector<SharedEvent> readers = std::exchange(slot.released, {});
     slot.tile = request->tile;
     slot.version = request->version;
+    slot.parts = request->parts;
     slot.filling = true;
     lock.unlock();
     // Nobody else touches a slot that is being filled, and its buffer never changes.
@@ -241,31 +354,34 @@ void Prefetcher::work() {
   }
 }
 
-SharedEvent Prefetcher::queue_copy(const Request& request, std::byte* device) {
-  const TileStore::SectionView weights = parts_.store.section(request.tile, Section::kWeights);
-  const SharedEvent begin = parts_.events.record(stream_);
-  if (!weights.pinned) {
-    parts_.staging_up.copy_up(device, weights.data, weights.bytes, stream_);
-  } else if (parts_.copy_by_parameter) {
-    const TileLayout& layout = parts_.store.layout(request.tile);
-    const std::size_t width = element_bytes(layout.format(), Section::kWeights);
-    for (int i = 0; i < layout.parameters(); ++i) {
-      const ElementRange range = layout.range(i);
-      const std::size_t offset = static_cast<std::size_t>(range.begin) * width;
-      const std::size_t bytes = static_cast<std::size_t>(range.size()) * width;
-      if (bytes > 0) {
-        backend_.copy(device + offset, weights.data + offset, bytes, CopyKind::kHostToDevice, stream_);
-      }
+std::size_t Prefetcher::copy_ranges(int tile, const std::vector<ElementRange>& ranges, std::byte* device,
+                                    StreamView stream) {
+  const TileStore::SectionView weights = parts_.store.section(tile, Section::kWeights);
+  const std::size_t width = element_bytes(parts_.store.layout(tile).format(), Section::kWeights);
+  std::size_t sum = 0;
+  for (const ElementRange& range : ranges) {
+    const std::size_t offset = static_cast<std::size_t>(range.begin) * width;
+    const std::size_t bytes = static_cast<std::size_t>(range.size()) * width;
+    if (bytes == 0) continue;
+    if (weights.pinned) {
+      backend_.copy(device + offset, weights.data + offset, bytes, CopyKind::kHostToDevice, stream);
+    } else {
+      parts_.staging_up.copy_up(device + offset, weights.data + offset, bytes, stream);
     }
-  } else if (weights.bytes > 0) {
-    backend_.copy(device, weights.data, weights.bytes, CopyKind::kHostToDevice, stream_);
+    sum += bytes;
   }
+  return sum;
+}
+
+SharedEvent Prefetcher::queue_copy(const Request& request, std::byte* device) {
+  const SharedEvent begin = parts_.events.record(stream_);
+  const std::size_t bytes = copy_ranges(request.tile, request.ranges, device, stream_);
   SharedEvent end = parts_.events.record(stream_);
   TraceSpan span;
   span.kind = SpanKind::kCopyUp;
   span.tile = request.tile;
   span.step = parts_.step;
-  span.bytes = static_cast<std::int64_t>(weights.bytes);
+  span.bytes = static_cast<std::int64_t>(bytes);
   span.gate_ns = request.gate_ns;
   parts_.trace.add(span, begin, end);
   return end;

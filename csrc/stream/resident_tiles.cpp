@@ -10,7 +10,8 @@ namespace megatrain {
 
 namespace {
 constexpr std::size_t kFlagBytes = 4096;
-}
+constexpr std::int64_t kDeviceAlignment = 8;  // elements that a thread of the kernels takes at once
+}  // namespace
 
 ResidentTiles::ResidentTiles(const EngineParts& parts)
     : parts_(parts), backend_(parts.store.backend()), stream_(backend_.create_stream("mt-resident")) {}
@@ -106,9 +107,15 @@ void ResidentTiles::update(int tile, const std::vector<ParameterUpdate>& updates
   use(tile, stream);
   Tile& entry = tile_at(tile);
   for (const ParameterUpdate& update : updates) {
-    const ElementRange range = layout.range(update.parameter);
+    const ElementRange range = update.range(layout);
     if (range.empty()) continue;
-    backend_.update(update.step, update_span(layout, entry.device, range, 0), entry.non_finite, stream);
+    const std::int64_t first = range.begin - layout.element_offset(update.parameter);
+    if (first % kDeviceAlignment != 0) {
+      throw CallerError("an update on the device from element " + std::to_string(first) + " of parameter " +
+                        std::to_string(update.parameter) + " of tile " + std::to_string(tile) +
+                        "; it must begin at a multiple of " + std::to_string(kDeviceAlignment));
+    }
+    backend_.update(update.step, update_span(layout, entry.device, range, first), entry.non_finite, stream);
   }
   backend_.copy(entry.seen_non_finite, entry.non_finite, sizeof(int), CopyKind::kDeviceToHost, stream);
   entry.changed = parts_.events.record(stream);

@@ -25,6 +25,7 @@ struct Slot {
   std::int64_t gate_ns = 0;           // how long an update held the copy back
   std::vector<SharedEvent> released;  // the last reads, since the slot was filled
   std::uint64_t touched = 0;          // order of acquisitions and releases
+  std::vector<bool> parts;            // which are there or on their way; empty where the tile has none
 };
 
 // Positions of the first coming use of each tile.

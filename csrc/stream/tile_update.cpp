@@ -2,8 +2,10 @@
 
 #include <atomic>
 #include <cmath>
+#include <iterator>
+#include <map>
 #include <string>
-#include <unordered_set>
+#include <utility>
 
 #include "base/error.h"
 #include "stream/update_span.h"
@@ -23,6 +25,21 @@ bool all_finite(TileFormat format, const std::byte* weights, ElementRange range)
   return true;
 }
 
+void check_elements(const TileLayout& layout, const ParameterUpdate& update, const std::string& where) {
+  const std::int64_t limit = layout.parameter(update.parameter).elements;
+  const std::int64_t begin = update.elements.begin;
+  const std::int64_t end = update.elements.end == -1 ? limit : update.elements.end;
+  const std::string asked =
+      "elements " + std::to_string(begin) + " to " + std::to_string(end) + " of " + where;
+  if (begin < 0 || begin > end || end > limit) {
+    throw CallerError(asked + ", which has " + std::to_string(limit));
+  }
+  const auto whole = [&](std::int64_t at) { return at % kMomentBlock == 0 || at == limit; };
+  if (layout.format().moments == MomentFormat::kInt8 && !(whole(begin) && whole(end))) {
+    throw CallerError(asked + ", whose 8-bit moments are in blocks of " + std::to_string(kMomentBlock));
+  }
+}
+
 void check_fraction(const char* name, double value, double below, const std::string& where) {
   if (value >= 0 && value < below) return;
   throw CallerError(std::string(name) + " is " + std::to_string(value) + " for " + where +
@@ -31,13 +48,28 @@ void check_fraction(const char* name, double value, double below, const std::str
 
 }  // namespace
 
+ElementRange ParameterUpdate::range(const TileLayout& layout) const {
+  const ElementRange whole = layout.range(parameter);
+  return {whole.begin + elements.begin, elements.end == -1 ? whole.end : whole.begin + elements.end};
+}
+
 void check_updates(const TileLayout& layout, int tile, const std::vector<ParameterUpdate>& updates) {
-  std::unordered_set<int> seen;
+  std::map<std::pair<int, std::int64_t>, std::int64_t> seen;  // the ends by parameter and begin
   for (const ParameterUpdate& update : updates) {
     const std::string where =
         "parameter " + std::to_string(update.parameter) + " of tile " + std::to_string(tile);
     if (!layout.parameter(update.parameter).trainable) throw CallerError(where + " is frozen");
-    if (!seen.insert(update.parameter).second) throw CallerError(where + " is listed twice in one update");
+    check_elements(layout, update, where);
+    const ElementRange range = update.range(layout);
+    const auto [entry, added] = seen.try_emplace({update.parameter, range.begin}, range.end);
+    const auto next = std::next(entry);
+    bool twice = !added || (next != seen.end() && next->first.first == update.parameter &&
+                            next->first.second < range.end);
+    if (entry != seen.begin()) {
+      const auto& [before, end] = *std::prev(entry);
+      twice |= before.first == update.parameter && end > range.begin;
+    }
+    if (twice) throw CallerError(where + " is listed twice in one update");
     if (update.step.step < 1) {
       throw CallerError("step is " + std::to_string(update.step.step) + " for " + where +
                         "; steps count from 1");
@@ -63,10 +95,9 @@ std::int64_t update_tile(TileStore& store, int tile, const std::vector<Parameter
   std::vector<Piece> pieces;
   std::int64_t flat = 0, bytes = 0;
   for (const ParameterUpdate& update : updates) {
-    const ElementRange whole = layout.range(update.parameter);
-    const ElementRange range = intersect(whole, layout.owned());
+    const ElementRange range = intersect(update.range(layout), layout.owned());
     if (range.empty()) continue;
-    pieces.push_back({flat, range, range.begin - whole.begin, &update});
+    pieces.push_back({flat, range, range.begin - layout.element_offset(update.parameter), &update});
     const std::int64_t unit = alignment_elements(format);
     flat += (range.size() + unit - 1) / unit * unit;
     bytes += update_bytes(format.weights, format.moments, range.size(), format.rule);

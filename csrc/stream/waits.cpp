@@ -7,10 +7,10 @@
 namespace megatrain {
 namespace {
 
-constexpr Wait kWaits[] = {Wait::kSlotFree,    Wait::kSlotArrived,    Wait::kGateUpdate,
-                           Wait::kGateFetch,   Wait::kGradientReady,  Wait::kGradientLanded,
-                           Wait::kStagingFree, Wait::kKeptReady,      Wait::kKeptLanded,
-                           Wait::kKeptArrived, Wait::kResidentUpdated};
+constexpr Wait kWaits[] = {Wait::kSlotFree,       Wait::kSlotArrived, Wait::kPartArrived,
+                           Wait::kGateUpdate,     Wait::kGateFetch,   Wait::kGradientReady,
+                           Wait::kGradientLanded, Wait::kStagingFree, Wait::kKeptReady,
+                           Wait::kKeptLanded,     Wait::kKeptArrived, Wait::kResidentUpdated};
 
 }  // namespace
 
@@ -22,6 +22,8 @@ const char* wait_name(Wait wait) noexcept {
       return "slot_free";
     case Wait::kSlotArrived:
       return "slot_arrived";
+    case Wait::kPartArrived:
+      return "part_arrived";
     case Wait::kGateUpdate:
       return "gate_update";
     case Wait::kGateFetch:

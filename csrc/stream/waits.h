@@ -10,6 +10,7 @@ enum class Wait {
   kNone,
   kSlotFree,         // a copy up waits until the slot's readers have released it
   kSlotArrived,      // compute waits until the copy up has arrived
+  kPartArrived,      // the same of parts that were asked for later
   kGateUpdate,       // a copy up waits for pending updates of the tile
   kGateFetch,        // an update waits for copies up that still read the tile
   kGradientReady,    // a copy down waits for the compute that makes the gradient

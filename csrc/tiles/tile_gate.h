@@ -19,7 +19,7 @@ namespace megatrain {
 // Recorded once, shared by all who wait for it.
 using SharedEvent = std::shared_ptr<const Event>;
 
-enum class ReadLane { kWeights, kFetch };  // the streams on which copies up are queued
+enum class ReadLane { kWeights, kFetch, kParts };  // the streams on which copies up are queued
 
 class TileGate {
  public:
@@ -64,7 +64,7 @@ class TileGate {
     int reads_starting = 0;
     int holds = 0;
     bool held_up = false;  // an update waits for the release
-    std::array<SharedEvent, 2> last_read;
+    std::array<SharedEvent, 3> last_read;
     SharedEvent last_drain;
   };
   State& state(int tile);  // under mutex_

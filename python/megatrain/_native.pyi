@@ -217,8 +217,8 @@ class TileStore:
 
 @final
 class ParameterUpdate:
-    """One parameter's hyperparameters in one update, captured by value. step counts from 1; with the seed
-    it keys stochastic rounding."""
+    """Hyperparameters of one parameter, or of its elements [begin, end), in one update, captured by value; an end of
+    -1 is the parameter's. step counts from 1; with the seed it keys stochastic rounding."""
 
     def __init__(
         self,
@@ -231,6 +231,8 @@ class ParameterUpdate:
         weight_decay: float,
         step: int,
         seed: int = 0,
+        begin: int = 0,
+        end: int = -1,
     ) -> None: ...
 
 @final
@@ -258,8 +260,8 @@ class Engine:
     exception of a worker thread surfaces in the next call, after which the engine is stopped.
 
     `without_wait` removes one wait, for the tests that prove that each is needed: slot_free,
-    slot_arrived, gate_update, gate_fetch, gradient_ready, gradient_landed, staging_free, kept_ready,
-    kept_landed, kept_arrived, resident_updated."""
+    slot_arrived, part_arrived, gate_update, gate_fetch, gradient_ready, gradient_landed, staging_free,
+    kept_ready, kept_landed, kept_arrived, resident_updated."""
 
     def __init__(
         self,
@@ -284,6 +286,14 @@ class Engine:
         copy is queued; work put on `stream` after this call sees the weights."""
     def release(self, slot: int, stream: int) -> None:
         """The work queued on `stream` so far was the last that reads this acquisition of the slot."""
+    def split(self, tile: int, parts: Sequence[Sequence[tuple[int, int]]]) -> None:
+        """From now on the tile's weights go up in parts, each of them ranges of elements (begin, end) of the
+        weights section; nothing of the tile may be in a slot. Once a tile."""
+    def want(self, tile: int, parts: Sequence[int]) -> None:
+        """The parts that later copies of the tile have besides what is in no part; at first none. A guess."""
+    def bring(self, slot: int, parts: Sequence[int], stream: int) -> None:
+        """Copy up those of these parts that an acquired slot lacks; work put on `stream` after this call sees
+        them."""
     def release_all(self, stream: int) -> None:
         """Give up every acquisition that is outstanding: for work that was cut short by an exception."""
     def version(self, tile: int) -> int:

@@ -16,6 +16,7 @@ from megatrain.calls import BlockRunner
 from megatrain.decay import biases_and_norms
 from megatrain.device_weights import DeviceWeights
 from megatrain.errors import UnsupportedModelError
+from megatrain.experts import experts_of, require_skippable
 from megatrain.face import ParameterFace
 from megatrain.gradients import GradientSink
 from megatrain.interop import compute_device
@@ -75,6 +76,9 @@ class Discovery:
         check_overlaps(module)
         self.stacks = self._stacks(blocks, example_batch)
         self.units: UnitPlan = plan_units(module, self.stacks, settings.tile_format)
+        self.experts = experts_of(self.stacks, self.units)
+        if settings.skip_idle_experts:
+            require_skippable(self.experts.values(), settings.moments)
         self.undecayed = biases_and_norms(module)
         require_memory(self.units, settings, backend)
 
@@ -121,7 +125,15 @@ class Parts:
         self.engine.copy_by_parameter(settings.transfers.burst == "parameter")
         if settings.host_memory is not None:
             self.engine.limit_kept(settings.host_memory - units.nbytes - settings.staging_bytes)
-        self.weights = DeviceWeights(self.engine, units, device, settings.slots, settings.placement)
+        self.weights = DeviceWeights(
+            self.engine,
+            units,
+            device,
+            settings.slots,
+            settings.placement,
+            found.experts,
+            settings.skip_idle_experts,
+        )
         self.sink = GradientSink(
             self.engine, self.tiles, device, self.weights.resident, compiled and device.type == "cuda"
         )
@@ -160,6 +172,7 @@ class Parts:
             self.weights.mark_moments_edited,
             settings.seed,
             found.undecayed,
+            self.weights.skipped_experts(),
         )
         self.updates.optimizer = self.optimizer
         self.updates.take_over_edits = self.face.take_over_edits

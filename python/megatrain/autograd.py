@@ -117,6 +117,8 @@ class _PendingCall:
                 input_gradients, parameter_gradients = owner.runner.gradients(self.record, weights, by_position)
                 for parameter, gradient in parameter_gradients:
                     owner.sink.add(owner.unit_of(parameter), [(parameter, gradient)])
+                if self.record.experts is not None and self.record.experts.used is not None:
+                    owner.sink.count_experts(block.unit, self.record.experts.used)
             owner.sink.store(block.unit)
         except BaseException:
             owner.cut_short = True

@@ -14,6 +14,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from megatrain.blocks import refuse_opaque
+from megatrain.chosen_experts import experts_in
 from megatrain.host_mirror import strip_mirror
 from megatrain.kept import BlockMemory, Keeper, KeptGraph, KeptTensor, SelectedOutputs, enter
 from megatrain.rng import RngState
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import GradientEdge
 
     from megatrain.blocks import Block, BlockCaller, BlockResult
+    from megatrain.chosen_experts import ExpertsChoice
     from megatrain.host_shelf import HostShelf, ShelvedTensor
     from megatrain.placement import Keep
     from megatrain.units import TiledParameter
@@ -181,6 +183,7 @@ class CallRecord:
     graph: KeptGraph | None = None
     selected: SelectedOutputs | None = None
     inputs: Keeper | None = None
+    experts: ExpertsChoice | None = None
 
     def fetch(self) -> None:
         """Start bringing back what waits on the host."""
@@ -224,7 +227,12 @@ class BlockRunner:
         included; only plain containers are its own."""
         own_args, own_kwargs = pytree.tree_unflatten(*flatten((args, kwargs)))
         detached = {name: weight.detach() for name, weight in weights.items()}
+        experts = experts_in(weights)
+        if experts is not None:
+            experts.begin([leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
         result = self._caller(block, detached, own_args, own_kwargs, hooked=block.relays.hooked())
+        if experts is not None:
+            experts.end(differentiable=False)
         leaves, spec = flatten(result)
         owned = [own_memory(leaf, weights) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         return pytree.tree_unflatten(owned, spec)  # type: ignore[no-any-return]
@@ -245,6 +253,9 @@ class BlockRunner:
         handed_over = [tensor for tensor in given if is_handed_over(tensor)]
         keeper = Keeper(call.block.unit.tile, keeping.shelf, keeping.inputs_shelf, handed_over)
         record = CallRecord(call, inputs=keeper)
+        experts = experts_in(weights)
+        if experts is not None:
+            experts.begin(given)
         if not differentiable:
             inputs = [tensor.detach() for tensor in given]
             args, kwargs = call.arguments(inputs)
@@ -255,6 +266,8 @@ class BlockRunner:
             output, inputs = self._with_graph(record, weights, keeping, keeper)
         else:
             output, inputs = self._for_recompute(record, weights, keeping, keeper)
+        if experts is not None:
+            record.experts = experts.end(differentiable=differentiable)
         keep_inputs = differentiable and (more_than_once or record.graph is None)
         return self._handed_over(record, output, inputs, weights, differentiable, keeper if keep_inputs else None)
 
@@ -359,6 +372,9 @@ class BlockRunner:
     ) -> tuple[list[torch.Tensor | None], list[tuple[TiledParameter, torch.Tensor | None]]]:
         """Of the call's tensors (None where none is needed) and of the block's trainable parameters.
         `output_gradients` follow the flattened output."""
+        experts = experts_in(weights)
+        if experts is not None and record.experts is not None:
+            experts.again(record.experts)
         if record.graph is not None:
             graph, record.graph = record.graph, None  # it can be walked once
             of_graph = graph.gradients(weights, output_gradients)

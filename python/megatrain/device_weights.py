@@ -3,21 +3,23 @@ outside the stacks."""
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from megatrain._native import Section
+from megatrain.chosen_experts import BlockWeights, ExpertsUse
 from megatrain.interop import stream_handle, weight_dtype
 from megatrain.resident import ResidentTile
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from megatrain._native import Engine
     from megatrain.blocks import Block
+    from megatrain.experts import BlockExperts
     from megatrain.placement import Placement, Residence
     from megatrain.units import TiledParameter, Unit, UnitPlan
 
@@ -26,8 +28,16 @@ class DeviceWeights:
     """Brings weights to the device through the engine, and remembers the order of their first use."""
 
     def __init__(
-        self, engine: Engine, plan: UnitPlan, device: torch.device, slots: int, placement: Placement
+        self,
+        engine: Engine,
+        plan: UnitPlan,
+        device: torch.device,
+        slots: int,
+        placement: Placement,
+        experts: Mapping[int, BlockExperts],
+        counts_experts: bool = False,
     ) -> None:
+        """counts_experts: which experts get tokens is noted with each call."""
         self.engine = engine
         self.device = device
         self._plan = plan
@@ -36,10 +46,26 @@ class DeviceWeights:
         """Tiles in the order in which this pass acquired them."""
         self.resident: dict[int, ResidentTile] = {}
         """By tile: those with their optimizer state."""
+        self.experts = dict(experts)
+        """By tile: those of blocks that can go up without the experts that get no tokens."""
+        self._counts_experts = counts_experts
+        for tile, found in self.experts.items():
+            engine.split(tile, found.parts())
         self._buffers: list[torch.Tensor] = []
         self._slot_of: dict[int, int] = {}
         self._views: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
         self.place(placement, slots)
+
+    def skipped_experts(self) -> dict[TiledParameter, range]:
+        """Tensors whose experts are counted, with their numbers in the unit."""
+        if not self._counts_experts:
+            return {}
+        tensors = [entry for experts in self.experts.values() for entry in experts.tensors.items()]
+        return {parameter: gate.parts for parameter, gate in tensors if parameter.trainable}
+
+    def _place_experts(self, placement: Placement) -> None:
+        for tile, experts in self.experts.items():
+            self.engine.want(tile, experts.follow(placement.experts))
 
     def place(self, placement: Placement, slots: int) -> None:
         """Give back what the device holds and take what this placement asks for; between steps only. `outside`
@@ -62,6 +88,7 @@ class DeviceWeights:
         for unit in self._plan.units:
             if not unit.is_block:
                 self.outside[unit.tile] = OutsideWeights(self, unit, self._own_views(unit))
+        self._place_experts(placement)
 
     def _add_slot(self, nbytes: int, tile: int) -> int:
         buffer = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
@@ -109,9 +136,9 @@ class DeviceWeights:
         self.engine.expect([tile for tile in tiles if tile not in self.resident])
 
     @contextmanager
-    def on_device(self, block: Block) -> Iterator[dict[str, torch.Tensor]]:
+    def on_device(self, block: Block) -> Iterator[BlockWeights]:
         """The block's weights by their names in the block, for work queued on the current stream inside
-        of the `with`; a compute span in the trace."""
+        of the `with`; a compute span in the trace. Experts' may arrive as late as when they are called."""
         unit = block.unit
         stream = stream_handle(self.device)
         slot = self.acquire(unit.tile)
@@ -123,13 +150,32 @@ class DeviceWeights:
                     weights[name] = views[parameter.index]
                 else:
                     weights[name] = self.outside[parameter.tile].leaf(parameter)
+            use = self._use_of_experts(unit, slot)
             self.engine.begin_compute(unit.tile, stream)
             try:
-                yield weights
+                with nullcontext() if use is None else use.watching():
+                    yield BlockWeights(weights, use)
             finally:
                 self.engine.end_compute(stream)
+                if use is not None:
+                    self.engine.want(unit.tile, self.experts[unit.tile].after(use))
         finally:
             self.release(slot)
+
+    def _use_of_experts(self, unit: Unit, slot: int) -> ExpertsUse | None:
+        experts = self.experts.get(unit.tile)
+        if experts is None:
+            return None
+        if slot == -1:
+            return ExpertsUse(experts, None, self._counts_experts)
+
+        def bring(parts: Sequence[int]) -> None:
+            self.engine.bring(slot, list(parts), stream_handle(self.device))
+
+        if experts.whole:
+            bring(range(experts.count))  # nothing to do where they went up with the rest
+            return ExpertsUse(experts, None, self._counts_experts)
+        return ExpertsUse(experts, bring, self._counts_experts)
 
     def acquire(self, tile: int) -> int:
         """The tile's weights are there for work queued from now on: in this slot, or (-1) resident."""

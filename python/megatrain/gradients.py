@@ -139,6 +139,7 @@ class GradientSink:
         self.stored: dict[int, set[int]] = {}
         """Parameters (by tile, by index) that have a gradient in their tile."""
         self._in_accumulator: set[int] = set()
+        self._used_experts: dict[int, torch.Tensor] = {}
 
     def release_memory(self) -> None:
         """Give the device memory of sums and of what goes down back to torch; between steps."""
@@ -156,6 +157,17 @@ class GradientSink:
             if gradient is not None:
                 dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
                 self._sum_of(unit).add(parameter, dense)
+
+    def count_experts(self, unit: Unit, used: torch.Tensor) -> None:
+        """used: by part of the unit's experts, bool, on the device: it got tokens in a call whose gradients were
+        added."""
+        before = self._used_experts.get(unit.tile)
+        self._used_experts[unit.tile] = used if before is None else before | used
+
+    def used_experts(self, unit: Unit) -> list[bool] | None:
+        """Since `clear`; waits for the device. None where they were not counted."""
+        used = self._used_experts.get(unit.tile)
+        return None if used is None else used.tolist()
 
     def _sum_of(self, unit: Unit) -> _Accumulator:
         if unit.tile not in self._sums:
@@ -264,6 +276,7 @@ class GradientSink:
         self._norms.clear()
         self._in_accumulator.clear()
         self._resident_sums.clear()
+        self._used_experts.clear()
 
 
 def _norm(gradients: torch.Tensor) -> torch.Tensor:

@@ -76,6 +76,9 @@ class StreamedModel:
     keep_gradients: let `parameter.grad` show the gradients of the last backward.
     self_check: compare gradients with a resident run of the first blocks before the first update.
     transfers: how copies and updates are scheduled, see `Transfers`.
+    skip_idle_experts: of tensors that hold an expert in each entry of their first dimension, update only the experts
+        that got tokens in the step, each with a step count of its own; the others keep weights and moments. False is
+        torch's rule, by which an idle expert has a gradient of zeros: it decays, and its moments fade.
 
     Raises UnsupportedModelError for what cannot be streamed exactly, ValueError for settings,
     MemoryError before anything is allocated that does not fit.
@@ -107,6 +110,7 @@ class StreamedModel:
         keep_gradients: bool = False,
         self_check: bool = True,
         transfers: Transfers | None = None,
+        skip_idle_experts: bool = False,
     ) -> None:
         settings = Settings(
             optimizer=optimizer or AdamW(),
@@ -125,6 +129,7 @@ class StreamedModel:
             staging_bytes=staging_bytes,
             keep_gradients=keep_gradients,
             self_check=self_check,
+            skip_idle_experts=skip_idle_experts,
             placement=_first_placement(placement),
             transfers=transfers or Transfers(),
         )

@@ -12,7 +12,7 @@ from megatrain.rng import rounding_seed
 from megatrain.rules import Optimizer, check_hyperparameters
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 
     from megatrain.parameters import TileParameter
     from megatrain.tiles import Tiles
@@ -24,7 +24,8 @@ class StreamedOptimizer(torch.optim.Optimizer):
     when an update is queued counts. State: `step`, `exp_avg` and, of AdamW, `exp_avg_sq`, which are views of
     the tiles (8-bit moments appear in `state_dict()` only, as fp32 copies); `state_dict()` loads into
     torch.optim.AdamW with the same groups and the other way round. What it holds is what the tiles hold, so a
-    state that is saved and loaded resumes to the bit; a foreign one is rounded to the nearest that they can hold."""
+    state that is saved and loaded resumes to the bit; a foreign one is rounded to the nearest that they can hold.
+    With `skip_idle_experts`, `step` of a tensor of experts has a count for each of them, which torch's own lacks."""
 
     def __init__(
         self,
@@ -37,8 +38,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         mark_moments_edited: Callable[[int], None],
         seed: int,
         undecayed: Collection[str],
+        experts: Mapping[TiledParameter, range],
     ) -> None:
+        """experts: tensors of which only the experts that got tokens are updated, and their numbers in the unit."""
         self._tiles = tiles
+        self._experts = dict(experts)
         self._apply = apply
         self._drain = drain
         self._forget_gradients = forget_gradients
@@ -115,10 +119,13 @@ class StreamedOptimizer(torch.optim.Optimizer):
         return {id(face): group for group in self.param_groups for face in group["params"]}
 
     def updates(
-        self, parameters: Sequence[TiledParameter], groups: Mapping[int, dict[str, Any]]
+        self,
+        parameters: Sequence[TiledParameter],
+        groups: Mapping[int, dict[str, Any]],
+        used_experts: Sequence[bool] | None = None,
     ) -> list[ParameterUpdate]:
-        """The next update of these parameters, captured by value; advances their step counts. `groups` is
-        `groups_by_face()`."""
+        """The next update of these parameters of a unit, captured by value; advances their step counts. `groups` is
+        `groups_by_face()`; `used_experts`, those of the unit that got tokens, where idle ones are left out."""
         found = []
         for parameter in parameters:
             face = self._face[parameter]
@@ -126,23 +133,49 @@ class StreamedOptimizer(torch.optim.Optimizer):
             state = self.state[face]
             if not state:
                 state.update(self._new_state(parameter, 0.0))
-            state["step"] += 1
-            found.append(
-                ParameterUpdate(
-                    parameter.index,
-                    lr=float(group["lr"]),
-                    beta1=float(group["betas"][0]),
-                    beta2=float(group["betas"][1]),
-                    eps=float(group.get("eps", 0.0)),
-                    weight_decay=float(group["weight_decay"]),
-                    step=int(state["step"]),
-                    seed=self._seeds[parameter],
+            for begin, end, step in self._advance(parameter, state["step"], used_experts):
+                found.append(
+                    ParameterUpdate(
+                        parameter.index,
+                        lr=float(group["lr"]),
+                        beta1=float(group["betas"][0]),
+                        beta2=float(group["betas"][1]),
+                        eps=float(group.get("eps", 0.0)),
+                        weight_decay=float(group["weight_decay"]),
+                        step=step,
+                        seed=self._seeds[parameter],
+                        begin=begin,
+                        end=end,
+                    )
                 )
-            )
         return found
 
-    def _new_state(self, parameter: TiledParameter, steps: float) -> dict[str, torch.Tensor]:
-        state = {"step": torch.tensor(steps, dtype=torch.float32)}
+    def _advance(
+        self, parameter: TiledParameter, steps: torch.Tensor, used_experts: Sequence[bool] | None
+    ) -> Iterator[tuple[int, int, int]]:
+        """(first element, the one after the last, step) of what is updated; neighbours of equal steps together."""
+        if parameter not in self._experts:
+            steps += 1
+            yield 0, parameter.numel, int(steps)
+            return
+        parts = self._experts[parameter]
+        size = parameter.numel // len(parts)
+        used = [True] * len(parts) if used_experts is None else [used_experts[part] for part in parts]
+        steps += torch.tensor(used, dtype=steps.dtype)
+        counts = [int(count) for count in steps.tolist()]
+        for (hit, step), run in itertools.groupby(range(len(parts)), key=lambda expert: (used[expert], counts[expert])):
+            if hit:
+                experts = list(run)
+                yield experts[0] * size, (experts[-1] + 1) * size, step
+
+    def _new_state(self, parameter: TiledParameter, steps: float | Sequence[float]) -> dict[str, torch.Tensor]:
+        """steps: of the parameter, or of each of its experts."""
+        count = torch.tensor(steps, dtype=torch.float32)
+        if parameter in self._experts:
+            count = count.expand(len(self._experts[parameter])).clone()
+        elif count.numel() > 1:
+            count = count[0].clone()  # all the same: checked before
+        state = {"step": count}
         if not self._coded(parameter):
             state |= {name: self._tiles.view(parameter, section) for name, section in self._moments.items()}
         return state
@@ -183,6 +216,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for face, entry in targets:
             if entry is None:
                 continue
+            problem = self._steps_misfit(self._tiled[id(face)], _steps(entry["step"]))
+            if problem is not None:
+                raise ValueError(f"in the state, {problem}")
             for name in self._moments:
                 if name not in entry:
                     own = self._tiled[id(face)].name
@@ -193,7 +229,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
                         f"the parameter {tuple(face.shape)}"
                     )
         # Views first: a state that came from this optimizer must be read before it is overwritten.
-        fresh = [None if e is None else (float(e["step"]), *(e[name] for name in self._moments)) for _, e in targets]
+        fresh = [None if e is None else (_steps(e["step"]), *(e[name] for name in self._moments)) for _, e in targets]
         for (face, _), values in zip(targets, fresh, strict=True):
             parameter = self._tiled[id(face)]
             if values is None:
@@ -218,7 +254,7 @@ class StreamedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             values = {k: _plain(v) for k, v in group.items() if k != "params"}
             groups.append({**values, "params": [self._tiled[id(face)].name for face in group["params"]]})
-        steps = {self._tiled[id(face)].name: int(state["step"]) for face, state in self.state.items() if state}
+        steps = {self._tiled[id(face)].name: _steps(state["step"]) for face, state in self.state.items() if state}
         return {"groups": groups, "steps": steps}
 
     def misfit(self, progress: Mapping[str, Any]) -> str | None:
@@ -231,6 +267,19 @@ class StreamedOptimizer(torch.optim.Optimizer):
                 pairs = itertools.zip_longest(theirs["params"], ours["params"])
                 first, second = next(pair for pair in pairs if pair[0] != pair[1])
                 return f"parameter group {number} has {first} where the optimizer's has {second}"
+        by_name = {parameter.name: parameter for parameter in self._face}
+        problems = (self._steps_misfit(by_name[name], steps) for name, steps in progress["steps"].items())
+        return next((problem for problem in problems if problem is not None), None)
+
+    def _steps_misfit(self, parameter: TiledParameter, steps: int | list[int]) -> str | None:
+        """Why saved step counts cannot be this parameter's."""
+        if not isinstance(steps, list) or (parameter not in self._experts and len(set(steps)) == 1):
+            return None
+        if parameter not in self._experts:
+            return f"the experts of {parameter.name} have step counts of their own; use skip_idle_experts=True"
+        count = len(self._experts[parameter])
+        if len(steps) != count:
+            return f"{parameter.name} has step counts of {len(steps)} experts, the model {count}"
         return None
 
     def restore_progress(self, progress: Mapping[str, Any]) -> None:
@@ -250,6 +299,11 @@ class StreamedOptimizer(torch.optim.Optimizer):
         if any(id(face) not in self._tiled for face in faces):
             raise ValueError("parameter groups hold the parameters of the streamed model; others cannot be added")
         super().add_param_group(param_group)
+
+
+def _steps(step: Any) -> int | list[int]:
+    """A parameter's, or those of its experts."""
+    return [int(count) for count in step.tolist()] if isinstance(step, torch.Tensor) and step.dim() else int(step)
 
 
 def _plain(value: Any) -> Any:

@@ -14,6 +14,7 @@ Keep = Literal["everything", "selected", "inputs"]
 Order = Literal["layer-major", "micro-batch-major"]
 Residence = Literal["none", "weights", "all"]
 Side = Literal["device", "host"]
+ExpertsWay = Literal["auto", "selected", "whole"]
 
 
 def _check(name: str, value: object, known: tuple[str, ...]) -> None:
@@ -70,14 +71,19 @@ class Placement:
         activations are kept, with fp32 sums of all gradients (4 bytes a parameter) on the device.
     blocks: by block, in the module's order; the last one stands for all that follow.
     outside: where parameters outside the stacks (embedding, final norm, head) live, by the name of the module
-        that owns them, "" for those not named: "all", or "none" for weights fetched once after each update."""
+        that owns them, "" for those not named: "all", or "none" for weights fetched once after each update.
+    experts: "selected" brings only the experts that got tokens, when the router has chosen; "whole" brings all of
+        them ahead, with the rest of their block; "auto" the former in blocks of which experts are the larger part,
+        for as long as the tokens are too few for nearly all experts. Blocks that cannot be split go up whole."""
 
     order: Order = "layer-major"
     blocks: tuple[BlockPlacement, ...] = (BlockPlacement(),)
     outside: Mapping[str, Residence] = field(default_factory=dict)
+    experts: ExpertsWay = "auto"
 
     def __post_init__(self) -> None:
         _check("order", self.order, get_args(Order))
+        _check("experts", self.experts, get_args(ExpertsWay))
         if not self.blocks:
             raise ValueError("blocks is empty; give at least one BlockPlacement, which then stands for all blocks")
         for value in self.outside.values():
@@ -94,6 +100,7 @@ class Placement:
         kept_on: Side = "device",
         inputs_on: Side = "device",
         outside: Mapping[str, Residence] | Residence = "none",
+        experts: ExpertsWay = "auto",
     ) -> Placement:
         """The first `resident` of `blocks` blocks are resident. The last `everything` keep everything and the
         `selected` ones before them selected outputs, on `kept_on`; all keep their inputs on `inputs_on`."""
@@ -111,7 +118,7 @@ class Placement:
             residence: Residence = "all" if index < resident else "none"
             found.append(BlockPlacement(keep=keep, kept_on=kept_on, inputs_on=inputs_on, resident=residence))
         named = {"": outside} if isinstance(outside, str) else outside
-        return Placement(order=order, blocks=tuple(found), outside=named)
+        return Placement(order=order, blocks=tuple(found), outside=named, experts=experts)
 
     def block(self, index: int) -> BlockPlacement:
         return self.blocks[min(index, len(self.blocks) - 1)]

@@ -43,6 +43,9 @@ class Sink(Protocol):
     def add(self, unit: Unit, gradients: Iterable[tuple[TiledParameter, torch.Tensor | None]]) -> None:
         """Add to the unit's sum."""
 
+    def count_experts(self, unit: Unit, used: torch.Tensor) -> None:
+        """Those of the unit that got tokens in a call whose gradients were added."""
+
     def store(self, unit: Unit) -> None:
         """The unit's sum is complete."""
 
@@ -244,6 +247,8 @@ class ForwardAndBack:
             input_gradients, parameter_gradients = self._runner.gradients(record, weights, output_gradients)
             for parameter, gradient in parameter_gradients:
                 sink.add(outside(parameter), [(parameter, gradient)])
+            if record.experts is not None and record.experts.used is not None:
+                sink.count_experts(record.call.block.unit, record.experts.used)
         for slot in logged.outputs:
             if slot is not None:
                 slot.gradient = None

@@ -102,6 +102,9 @@ class _Sums:
                 before = self.by_parameter.get(parameter)
                 self.by_parameter[parameter] = gradient if before is None else before + gradient
 
+    def count_experts(self, unit: Unit, used: torch.Tensor) -> None:
+        pass
+
     def store(self, unit: Unit) -> None:
         pass
 

@@ -33,6 +33,7 @@ class Settings:
     staging_bytes: int = 64 << 20
     keep_gradients: bool = False
     self_check: bool = True
+    skip_idle_experts: bool = False
     placement: Placement = field(default_factory=Placement)
     transfers: Transfers = field(default_factory=Transfers)
 

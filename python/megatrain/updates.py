@@ -133,7 +133,8 @@ class Updates:
         touched = self._sink.stored.get(unit.tile)
         if not touched:
             return
-        updates = self.optimizer.updates([unit.parameters[index] for index in sorted(touched)], groups)
+        parameters = [unit.parameters[index] for index in sorted(touched)]
+        updates = self.optimizer.updates(parameters, groups, self._sink.used_experts(unit))
         self._engine.update(unit.tile, updates, scale, priority, stream_handle(self._weights.device))
 
     def _priorities(self) -> dict[int, int]:

@@ -111,8 +111,8 @@ TEST(Waits, AreKnownByName) {
   EXPECT_EQ(wait_from_name("gate_fetch"), Wait::kGateFetch);
   EXPECT_EQ(
       message_of<CallerError>([] { wait_from_name("slot"); }),
-      "unknown wait \"slot\"; there are slot_free, slot_arrived, gate_update, gate_fetch, gradient_ready, "
-      "gradient_landed, staging_free, kept_ready, kept_landed, kept_arrived, "
+      "unknown wait \"slot\"; there are slot_free, slot_arrived, part_arrived, gate_update, gate_fetch, "
+      "gradient_ready, gradient_landed, staging_free, kept_ready, kept_landed, kept_arrived, "
       "resident_updated");
 }
 
@@ -249,6 +249,58 @@ TEST_P(TileUpdate, RefusesUpdatesThatMakeNoSense) {
   EXPECT_NE(refused({0, {.beta2 = -0.5}}).find("beta2 is -0.5"), std::string::npos);
   EXPECT_EQ(message_of<CallerError>([&] { check_updates(layout, 2, {{0, {}}, {0, {}}}); }),
             "parameter 0 of tile 2 is listed twice in one update");
+}
+
+TEST_P(TileUpdate, OfSomeElementsTouchesNoOthers) {
+  // Three parts of one parameter with a step of their own, one of them left out; blocks of 8-bit moments stay
+  // whole.
+  const auto parts = [] {
+    std::vector<ParameterUpdate> result;
+    for (const auto& [begin, end] :
+         std::vector<std::pair<std::int64_t, std::int64_t>>{{0, 1280}, {3840, -1}}) {
+      ParameterUpdate update = updates()[2];  // parameter 1, of 5000 elements
+      update.elements = {begin, end};
+      update.step.step += begin;
+      result.push_back(update);
+    }
+    return result;
+  };
+  const auto expected = store(1);
+  const std::int64_t offset = expected->layout(0).element_offset(parts()[0].parameter);
+  for (const ParameterUpdate& update : parts()) {
+    const std::int64_t end = update.elements.end == -1 ? 5000 : update.elements.end;
+    update_by_hand(*expected, update, {offset + update.elements.begin, offset + end});
+  }
+  for (const unsigned threads : {1u, 3u}) {
+    const auto updated = store(threads);
+    update_tile(*updated, 0, parts());
+    for (const Section section : kSections) {
+      EXPECT_EQ(bytes(*updated, section), bytes(*expected, section))
+          << section_name(section) << ", " << threads;
+    }
+  }
+}
+
+TEST_P(TileUpdate, RefusesElementsThatMakeNoSense) {
+  const auto checked = store(1);
+  const TileLayout& layout = checked->layout(0);
+  const auto refused = [&](std::vector<ElementRange> elements) {
+    std::vector<ParameterUpdate> asked;
+    for (const ElementRange& range : elements) asked.push_back({1, {}, range});
+    return message_of<CallerError>([&] { check_updates(layout, 2, asked); });
+  };
+  const std::string fine = "nothing of that kind was thrown";
+  EXPECT_EQ(refused({{0, 128}, {128, 256}, {512, 5000}}), fine);
+  EXPECT_EQ(refused({{0, 5001}}), "elements 0 to 5001 of parameter 1 of tile 2, which has 5000");
+  EXPECT_EQ(refused({{-1, 128}}), "elements -1 to 128 of parameter 1 of tile 2, which has 5000");
+  EXPECT_EQ(refused({{256, 128}}), "elements 256 to 128 of parameter 1 of tile 2, which has 5000");
+  EXPECT_EQ(refused({{128, 384}, {0, 256}}), "parameter 1 of tile 2 is listed twice in one update");
+  EXPECT_EQ(refused({{0, 256}, {128, 384}}), "parameter 1 of tile 2 is listed twice in one update");
+  const bool blocks = GetParam().moments == MomentFormat::kInt8;
+  EXPECT_EQ(refused({{64, 128}}), !blocks
+                                      ? fine
+                                      : "elements 64 to 128 of parameter 1 of tile 2, whose 8-bit moments "
+                                        "are in blocks of 128");
 }
 
 INSTANTIATE_TEST_SUITE_P(Formats, TileUpdate, ::testing::ValuesIn(testing::all_tile_formats()),
