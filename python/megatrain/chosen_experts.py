@@ -44,26 +44,36 @@ class ExpertsUse:
         """Parts that the backward will need."""
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """The experts modules say what was chosen, inside of the `with`."""
-        if self._bring is None and not self._counts:
-            yield  # nobody asks; a compiled block stays in one piece
-            return
-        for gate in self._experts.gates:
-            gate.use = self
-            gate.module.__dict__["forward"] = gate.forward
+    def open(self) -> Iterator[None]:
+        """Calls of the block come inside of the `with`."""
         try:
             yield
         finally:
-            for gate in self._experts.gates:
-                gate.use = None
-                del gate.module.__dict__["forward"]
+            self._listen(False)
+
+    def _listen(self, on: bool) -> None:
+        """The experts modules say what was chosen. Where nobody asks they do not, and a compiled block stays in one
+        piece."""
+        for gate in self._experts.gates:
+            gate.use = self if on else None
+            if on:
+                gate.module.__dict__["forward"] = gate.forward
+            else:
+                gate.module.__dict__.pop("forward", None)
+
+    def _bring_all(self) -> None:
+        if self._bring is not None:
+            self._bring(range(self._experts.count))
+            self._bring = None
 
     def begin(self, given: Sequence[torch.Tensor]) -> None:
         """A call of the block, with these tensors among its arguments."""
         self._parts, self._used, self._rows_routed = set(), None, 0
         wide = next((tensor for tensor in given if tensor.is_floating_point() and tensor.dim() > 1), None)
         self._rows_given = 0 if wide is None else wide.numel() // max(wide.shape[-1], 1)
+        if self._experts.whole_for(self._rows_given):
+            self._bring_all()
+        self._listen(self._bring is not None or self._counts)
 
     def choose(self, gate: Gate, index: torch.Tensor) -> None:
         """The router's choice is known: bring it. index: (tokens, top k), numbers of experts; one that no expert
@@ -98,8 +108,12 @@ class ExpertsUse:
     def again(self, choice: ExpertsChoice) -> None:
         """The backward of a call begins: what its forward read is there."""
         self.back = True
-        if self._bring is not None:
-            self._bring(sorted(choice.parts) if choice.parts is not None else range(self._experts.count))
+        if choice.parts is None:
+            self._bring_all()
+        elif self._bring is not None:
+            self._bring(sorted(choice.parts))
+        # A recompute on a GPU may choose otherwise where two experts are as good.
+        self._listen(self._bring is not None)
 
 
 class BlockWeights(dict[str, torch.Tensor]):

@@ -153,7 +153,7 @@ class DeviceWeights:
             use = self._use_of_experts(unit, slot)
             self.engine.begin_compute(unit.tile, stream)
             try:
-                with nullcontext() if use is None else use.watching():
+                with nullcontext() if use is None else use.open():
                     yield BlockWeights(weights, use)
             finally:
                 self.engine.end_compute(stream)

@@ -29,6 +29,8 @@ IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")
 """Of transformers: those that read no weight of an expert without tokens."""
 DOMINANT_SHARE = 0.5
 """Of a block's weights: with less in its experts, "auto" streams the block whole."""
+TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
+"""What configurations call the number of a token's experts."""
 SKIP_ALIGNMENT = 8
 """Elements at which an update on the device may begin; with 8-bit moments, a whole block of 128."""
 ALL_FROM = 0.8
@@ -83,8 +85,10 @@ class Gate:
         self.module = module
         self.form = form
         self.first_part = first_part
-        self.top_k = 0
-        """As the router chose last; 0 before."""
+        config: Any = module.config
+        named = (getattr(config, name, None) for name in TOP_K_NAMES)
+        self.top_k = next((value for value in named if isinstance(value, int)), 1)
+        """Experts of a token, as the router chose last; before, what the configuration says."""
         self.use: ExpertsUse | None = None
         # One object for ever: compiled graphs are found by it.
         self.forward = partial(_forward_through, self)
@@ -137,14 +141,20 @@ class BlockExperts:
     def follow(self, way: ExpertsWay) -> list[int]:
         """From now on; the parts that are wanted ahead."""
         self._way = way
-        self.whole = self._whole_next = way == "whole" or (way == "auto" and not self.dominate)
+        self.whole = self._whole_next = self.whole_for(0)
         return self._ahead()
+
+    def whole_for(self, rows: int) -> bool:
+        """So many tokens are better served by all experts."""
+        if self._way == "auto":
+            return not self.dominate or self.expected_share(rows) >= ALL_FROM
+        return self._way == "whole"
 
     def after(self, use: ExpertsUse) -> list[int]:
         """The use is over; the parts that the next one wants ahead. A backward takes what its forward took."""
         if not use.back:
-            if self._way == "auto" and self.dominate and use.rows:
-                self._whole_next = self.expected_share(use.rows) >= ALL_FROM
+            if use.rows:
+                self._whole_next = self.whole_for(use.rows)
             if use.for_backward:
                 return list(range(self.count)) if self.whole else sorted(use.for_backward)
         self.whole = self._whole_next
@@ -154,13 +164,12 @@ class BlockExperts:
         return list(range(self.count)) if self.whole else []
 
     def expected_share(self, rows: int) -> float:
-        """Of the experts that get tokens, if `rows` tokens choose evenly; 1 while nothing is known of the router."""
-        used = sum(
-            gate.form.count * (1 - (1 - min(gate.top_k, gate.form.count) / gate.form.count) ** rows)
-            for gate in self.gates
-            if gate.top_k
-        )
-        return used / self.count if all(gate.top_k for gate in self.gates) else 1.0
+        """Of the experts that get tokens, if `rows` tokens choose evenly."""
+        used = 0.0
+        for gate in self.gates:
+            count = gate.form.count
+            used += count * (1 - (1 - min(gate.top_k, count) / count) ** rows)
+        return used / self.count
 
 
 def find_experts(block: nn.Module, unit: Unit, parameters: Mapping[str, TiledParameter]) -> BlockExperts | None:

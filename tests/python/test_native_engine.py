@@ -225,7 +225,7 @@ def test_an_update_waits_for_a_copy_that_still_reads(wait: str, seen: float) -> 
 
 
 def test_unknown_wait_is_refused() -> None:
-    with pytest.raises(ValueError, match="slot_free, slot_arrived, gate_update"):
+    with pytest.raises(ValueError, match="slot_free, slot_arrived, part_arrived, gate_update"):
         Engine(TileStore(HostBackend(), threads=1), without_wait="everything")
 
 
