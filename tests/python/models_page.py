@@ -12,6 +12,8 @@ import torch
 import transformers
 from family_zoo import Row
 
+from megatrain.experts import ways_of
+
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 NOTES = {
@@ -130,7 +132,32 @@ KINKED = (
 )
 
 
-def page(outcome: Callable[[str, Row], str], versions: str) -> str:
+EXPERTS = """## Experts
+
+Blocks of these families can go up without the experts that get no tokens ([design.md](design.md) says when they do),
+and `skip_idle_experts=True` is for them. With three tokens, so that some of four experts are idle and not a number on
+the device:"""
+
+
+def experts(outcome: Callable[[str, Row], str]) -> str:
+    """The section that says whose experts go up by the router's choice, and whose not and why: from the modules."""
+    by_choice: dict[str, list[str]] = {}
+    whole: dict[str, list[str]] = {}
+    for row in (*family_zoo.EXACT, *family_zoo.MORE):
+        if not row.exists or row.name.endswith("-router"):
+            continue
+        with torch.device("meta"):
+            ways = ways_of(row.make())
+        if "by choice" in ways:
+            by_choice.setdefault(outcome("by_choice", row), []).append(row.name)
+        elif ways:
+            whole.setdefault(ways[0], []).append(row.name)
+    lines = [EXPERTS, "", *(f"- {word}: {', '.join(names)}" for word, names in by_choice.items())]
+    lines += ["", "Blocks of these go up whole:", ""]
+    return "\n".join(lines + [f"- {', '.join(names)}: {why}" for why, names in whole.items()])
+
+
+def page(outcome: Callable[[str, Row], str], versions: str, experts: str) -> str:
     """`outcome` of a test of a row; "exact" where it has passed."""
     lines = [HEAD, versions, "", "| family | `step()` | `backward()` | |", "|---|---|---|---|"]
     for row in family_zoo.EXACT:
@@ -143,7 +170,7 @@ def page(outcome: Callable[[str, Row], str], versions: str) -> str:
     lines += ["The same, run when this page is written, for the causal models of these configurations:", ""]
     lines += [f"- {word}: {', '.join(names)}" for word, names in found.items()]
     lines += ["", KINKED]
-    lines += ["", "## Refused by name", ""]
+    lines += ["", experts, "", "## Refused by name", ""]
     lines += ["| what | why |", "|---|---|"]
     lines += [f"| {refusal.what} | {refusal.why} |" for refusal in REFUSALS]
     return "\n".join(lines) + "\n"
@@ -168,10 +195,12 @@ class PageWriter:
             self._outcomes[key] = report.outcome  # type: ignore[attr-defined]
 
     def pytest_sessionfinish(self) -> None:
-        self._path.write_text(page(self._of, versions_now()), encoding="utf-8")
+        self._path.write_text(page(self._of, versions_now(), experts(self._of)), encoding="utf-8")
 
     def _of(self, test: str, row: Row) -> str:
-        if test == "further":
+        if test == "by_choice":
+            keys = [("test_experts_by_choice", "", row.name)]
+        elif test == "further":
             keys = [("test_further_families", "", row.name)]
         else:
             keys = [("test_exact", row.name, test)]

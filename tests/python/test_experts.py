@@ -357,6 +357,34 @@ def test_an_implementation_that_changes_later_reads_all() -> None:
     model.close()
 
 
+def test_compiled_blocks_are_cut_at_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One set of graphs for all layers, and one graph where all experts go up ahead."""
+    torch._dynamo.reset()
+    graphs: list[object] = []
+
+    def counting(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compile_with = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: compile_with(function, backend=counting))
+    batch = text_batch(3, rows=1, length=4, left_padding=0)
+    losses, counts = [], []
+    for way, compiled in (("whole", False), ("whole", True), ("selected", True)):
+        model = stream(
+            ROWS["mixtral"].build(),
+            compile=compiled,
+            placement=Placement(experts=way),  # type: ignore[arg-type]
+        )
+        losses.append([model.step([batch]).loss for _ in range(2)])
+        counts.append(len(graphs))
+        graphs.clear()
+        model.close()
+    torch._dynamo.reset()
+    assert losses[1] == losses[2] == pytest.approx(losses[0], rel=1e-6)
+    assert counts[:2] == [0, 1] and 1 < counts[2] < 8  # of 3 layers
+
+
 class TwoExperts(nn.Module):
     def __init__(self) -> None:
         super().__init__()

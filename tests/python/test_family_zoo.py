@@ -15,6 +15,7 @@ from family_zoo import EXACT, MORE, Row, causal
 from resident import Resident, assert_close
 
 import megatrain
+from megatrain.experts import ways_of
 from megatrain.loss import weight_of
 from megatrain.rng import seed_for
 
@@ -117,6 +118,22 @@ def test_further_families(row: Row, request: pytest.FixtureRequest) -> None:
     for way in ("step", "backward"):
         same = SAME_WHERE_KINKED if row.kinked else SAME
         assert_exact(row.build(), [row.batches(step) for step in range(STEPS)], way, same)
+
+
+@pytest.mark.parametrize("row", [*EXACT, *MORE], ids=[row.name for row in (*EXACT, *MORE)])
+def test_experts_by_choice(row: Row, request: pytest.FixtureRequest) -> None:
+    """With too few tokens for all experts, and the others' memory not a number."""
+    if not request.config.getoption("--every-family") and request.config.getoption("--models-page") is None:
+        pytest.skip("experts of every family are run with --every-family")
+    skip_absent(row)
+    module = row.build()
+    if "by choice" not in ways_of(module):
+        pytest.skip("no experts that can go up by choice")
+    batches = [[row.batch(1, rows=1, length=3, left_padding=0)]]
+    placement = megatrain.Placement(experts="selected")
+    for way in ("step", "backward"):
+        assert_exact(module, batches, way, placement=placement)
+        module = row.build()
 
 
 @pytest.mark.parametrize(

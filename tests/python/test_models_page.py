@@ -6,14 +6,18 @@ import re
 from pathlib import Path
 
 import models_page
-from family_zoo import EXACT
+from family_zoo import EXACT, MORE
 
 
 def test_the_page_has_every_family_and_every_refusal() -> None:
     written = models_page.PAGE.read_text(encoding="utf-8")
     versions = re.search(r"^transformers \S+, torch \S+\.$", written, re.MULTILINE)
     assert versions
-    assert written == models_page.page(lambda test, row: "exact", versions.group())
+    experts = re.search(r"^## Experts\n.*?(?=\n\n## )", written, re.MULTILINE | re.DOTALL)
+    assert experts
+    assert written == models_page.page(lambda test, row: "exact", versions.group(), experts.group())
+    if versions.group() == models_page.versions_now() and all(row.exists for row in (*EXACT, *MORE)):
+        assert experts.group() == models_page.experts(lambda test, row: "exact")
 
 
 def test_what_the_page_speaks_of_exists() -> None:
