@@ -500,6 +500,21 @@ def test_idle_experts_are_skipped(placement: Placement, way: str) -> None:
     model.close()
 
 
+def test_idle_experts_are_skipped_where_updates_do_not_wait_for_the_norm() -> None:
+    module = forced()
+    reference = ByExpert(module, math.inf, **HYPERPARAMETERS)
+    model = stream(module, skip_nonfinite=False, skip_idle_experts=True)
+    for step, chosen in enumerate(CHOSEN):
+        choose(module.model.layers, chosen)
+        choose(reference.module.model.layers, chosen)
+        reference.step(forced_batches(step))
+        model.step(forced_batches(step))
+    state = model.state_dict()
+    for name, parameter in reference.module.named_parameters():
+        assert_close(state[name], parameter, 1e-5, name)
+    model.close()
+
+
 def test_without_the_option_idle_experts_follow_torch() -> None:
     """A gradient of zeros: moments fade, weights decay, the tensor has one step count."""
     module = forced()

@@ -28,6 +28,11 @@ class OptimizerSettings(Settings):
     eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
     weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay; not of biases and norms.")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="Global norm to clip to; null for no clipping.")
+    skip_idle_experts: bool = Field(
+        default=False,
+        description="Experts without tokens keep weights, moments and step counts; of models whose experts can be told "
+        "apart (docs/models.md). false: they decay and their moments fade, as in torch.",
+    )
 
 
 class LoraSettings(Settings):

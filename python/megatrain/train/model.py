@@ -104,6 +104,7 @@ def stream(source: ModelSource, settings: TrainSettings) -> megatrain.StreamedMo
             weight_decay=settings.optimizer.weight_decay,
         ),
         max_grad_norm=settings.optimizer.max_grad_norm,
+        skip_idle_experts=settings.optimizer.skip_idle_experts,
         dtype=resolve_dtype(settings),
         master=settings.precision.master,
         moments=settings.precision.moments,
