@@ -300,6 +300,21 @@ def test_auto_follows_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     model.close()
 
 
+def test_generation_brings_few_experts() -> None:
+    module = ROWS["qwen3_moe"].build().eval()
+    prompt = torch.tensor([[5, 9, 33]])
+    expected = module.generate(prompt, max_new_tokens=4, do_sample=False)
+    model = stream(module, placement="auto")
+    assert torch.equal(model.generate(prompt, max_new_tokens=4, do_sample=False), expected)
+    bytes_up = copied_up(model)
+    for experts in block_experts(model):
+        assert not experts.whole
+        inside, outside = bytes_of(experts)
+        # Three tokens, then one at a time; a base may be on its way already for a forward that does not come.
+        assert bytes_up[experts.unit.tile] <= 5 * outside + inside * (6 + 3 * 2) // 8
+    model.close()
+
+
 def test_blocks_of_which_experts_are_a_small_part_go_up_whole() -> None:
     module = causal("mixtral", "Mixtral", num_local_experts=2, intermediate_size=8, num_experts_per_tok=1).build()
     model = stream(module, placement="auto")

@@ -9,6 +9,7 @@ import families
 import pytest
 import torch
 from families import FAMILIES, text_batch
+from family_zoo import causal
 
 import megatrain
 from megatrain import _native
@@ -154,3 +155,19 @@ def test_a_device_that_is_not_the_current_one(way: str) -> None:
     torch.cuda.set_device(0)
     assert run("cuda:1") == pytest.approx(run("cuda:0"), rel=1e-6)
     assert torch.cuda.current_device() == 0
+
+
+def test_experts_come_when_they_are_chosen() -> None:
+    """Those without tokens stay on the host, and losses are those of whole blocks."""
+    losses, bytes_up = {}, {}
+    for way in ("whole", "selected"):
+        model = megatrain.StreamedModel(
+            causal("qwen3_moe", "Qwen3Moe", num_experts=16).build(),
+            device="cuda",
+            compile=False,
+            placement=megatrain.Placement(experts=way),  # type: ignore[arg-type]
+        )
+        losses[way] = [model.step([text_batch(step, rows=1, length=3, left_padding=0)]).loss for step in range(4)]
+        bytes_up[way] = sum(span.nbytes for span in model._parts.engine.trace() if span.kind == "copy_up")
+    assert losses["selected"] == pytest.approx(losses["whole"], rel=1e-2)
+    assert bytes_up["selected"] < bytes_up["whole"]
