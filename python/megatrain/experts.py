@@ -25,8 +25,10 @@ if TYPE_CHECKING:
     from megatrain.stacks import Stack
     from megatrain.units import TiledParameter, Unit, UnitPlan
 
-IMPLEMENTATIONS = (None, "eager", "grouped_mm", "batched_mm")
-"""Of transformers: those that read no weight of an expert without tokens."""
+SHARED_FORWARDS = "transformers.integrations.moe"
+"""Where the forward comes from that calls the implementation of experts which the configuration names."""
+IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
+"""Those that read no weight of an expert without tokens; so does each class of transformers' own, "eager"."""
 DOMINANT_SHARE = 0.5
 """Of a block's weights: with less in its experts, "auto" streams the block whole."""
 TOP_K_NAMES = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
@@ -53,12 +55,11 @@ class ExpertsForm:
 def form_of(module: Any) -> ExpertsForm | str | None:
     """Of a module that can be streamed expert by expert; else why not, or None if it does not hold experts."""
     name = type(module).__name__
-    if not name.endswith("Experts"):
-        return None
-    if not hasattr(module, "is_transposed") or not hasattr(module, "config"):
+    own = getattr(type(module).forward, "__globals__", {}).get("__name__") != SHARED_FORWARDS
+    if own or "forward" in vars(module) or getattr(module, "_is_expert_parallel", False):
+        if not name.endswith("Experts"):
+            return None
         return f"{name} is not called with the router's choice in the form that transformers' implementations share"
-    if getattr(module, "_is_expert_parallel", False) or "forward" in vars(module):
-        return f"{name} has a forward of its own"
     if not leaves_idle_alone(module):
         return f"{name} runs as {module.config._experts_implementation}, which may read experts without tokens"
     count = module.num_experts
@@ -75,7 +76,10 @@ def form_of(module: Any) -> ExpertsForm | str | None:
 
 def leaves_idle_alone(module: Any) -> bool:
     """Its implementation now reads no weight of an expert without tokens."""
-    return getattr(module.config, "_experts_implementation", None) in IMPLEMENTATIONS
+    implementation = getattr(module.config, "_experts_implementation", None)
+    if implementation in (None, "eager"):  # the class's own forward
+        return type(module).__module__.startswith("transformers.models.")
+    return implementation in IMPLEMENTATIONS
 
 
 class Gate:

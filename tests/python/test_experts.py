@@ -14,7 +14,7 @@ from family_zoo import LATENT, Batch, causal
 from resident import Resident, assert_close
 from test_family_zoo import NOISE, plain_backward
 from torch import nn
-from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 
 import megatrain
 from megatrain import BlockPlacement, Placement
@@ -406,10 +406,26 @@ class TwoExperts(nn.Module):
         self.weight = nn.Parameter(torch.zeros(2, 4, 4))
 
 
+class OwnForward(MixtralExperts):
+    def forward(self, hidden_states: torch.Tensor, *_: Any) -> torch.Tensor:
+        return hidden_states @ self.down_proj.sum(0).T
+
+
+class OwnExperts(MixtralExperts):
+    """Its eager forward is not one of those that are known."""
+
+
 def test_other_modules_of_experts_say_why() -> None:
+    config = ROWS["mixtral"].make().config
     reason = form_of(TwoExperts())
     assert isinstance(reason, str) and reason.startswith("TwoExperts is not called with the router's choice")
     assert form_of(nn.Linear(2, 2)) is None
+    assert form_of(OwnForward(config)) is None
+    assert not isinstance(form_of(MixtralExperts(config)), str)
+    assert not isinstance(form_of(OwnExperts(config)), str)
+    config._experts_implementation_internal = "eager"
+    assert not isinstance(form_of(MixtralExperts(config)), str)
+    assert form_of(OwnExperts(config)) == "OwnExperts runs as eager, which may read experts without tokens"
     llama4 = transformers.AutoModelForCausalLM.from_config(
         causal("llama4", "Llama4Text").make().config  # a product over all experts
     )
