@@ -65,6 +65,7 @@ def test_exponents_without_a_dot_are_numbers(tmp_path: Path) -> None:
         (MINIMAL, ["schedule.warmup_steps=2", "schedule.warmup_share=0.1"], "are both given; one of them is enough"),
         (MINIMAL, ["schedule.kind=cosin"], "should be 'cosine', 'constant', 'linear' or 'wsd', got 'cosin'"),
         (MINIMAL, ["data.held_out=0", "eval.every=5"], "eval.every is 5, but data.held_out is 0"),
+        (MINIMAL, ["data.held_out=0", "eval.at_start=true"], "eval.at_start is True, but data.held_out is 0"),
         (MINIMAL, ["eval.patience=2"], "eval.patience is 2, but eval.every is not set"),
         (MINIMAL, ["data.format=chat"], "data.format should be 'auto', 'text', 'prompt_completion'"),
         (MINIMAL, ["data.paths=a"], "unknown key 'data.paths' (did you mean 'path'?)"),

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config
 
 from megatrain.cli import main
 from megatrain.train.config_file import load_settings
-from megatrain.train.evaluate import Evaluation
+from megatrain.train.evaluate import Evaluation, evaluate
 from megatrain.train.hooks import Hook, Run
 from megatrain.train.loop import run_steps
 from megatrain.train.model import stream
@@ -240,6 +240,21 @@ def test_evaluation_best_and_early_stop(here: Path, capsys: pytest.CaptureFixtur
             targets += count
         assert nats / targets == pytest.approx(expected, rel=1e-5)
     assert AutoTokenizer.from_pretrained("runs/a/best").chat_template == templates.CHATML
+
+
+def test_evaluation_before_the_first_step(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of the weights that the run begins with; it changes nothing of the steps."""
+    assert train("eval={every: 3, at_start: true, max_bytes: null}", "sample.tokens=0") == 0
+    assert "step 0  held out: loss" in capsys.readouterr().out
+    first, *others = records("eval_loss")
+    assert [record["step"] for record in (first, *others)] == [0, 3, 6]
+    assert train("eval.max_bytes=null", "sample.tokens=0", "output.directory=runs/b") == 0
+    assert [r["loss"] for r in records("loss")] == [r["loss"] for r in records("loss", "runs/b")]
+    settings = load_settings("run.yaml", ["eval.max_bytes=null"])
+    prepared = prepare(settings)
+    assert prepared.held_out is not None
+    untouched = stream(prepared.source, settings)
+    assert first["eval_loss"] == evaluate(untouched, prepared.held_out, 2)["eval_loss"]
 
 
 def test_the_example_of_chats(here: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -85,6 +85,7 @@ class PrecisionSettings(Settings):
 
 class EvalSettings(Settings):
     every: int | None = Field(default=None, ge=1, description="Steps between evaluations; null: only at the end.")
+    at_start: bool = Field(default=False, description="Evaluate before the first step, too.")
     max_bytes: int | None = Field(
         default=200_000, ge=1, description="Evaluate on at most about as many bytes; null: on all."
     )
@@ -257,7 +258,7 @@ class TrainSettings(Settings):
             f"eval.context ({self.eval.context}) should be below sequence_length ({self.sequence_length})",
         )
         evaluates = self.data.held_out > 0 or bool(self.data.validation)
-        for name in ("every", "beat_bigram"):
+        for name in ("every", "at_start", "beat_bigram"):
             wanted = getattr(self.eval, name)
             yield (
                 bool(wanted) and not evaluates,

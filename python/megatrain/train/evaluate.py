@@ -44,6 +44,10 @@ class Evaluation(Hook):
     def __init__(self, others: Sequence[Hook] = ()) -> None:
         self._others = others
 
+    def before_first_step(self, run: Run) -> None:
+        if run.settings.eval.at_start:
+            self._evaluate(run)
+
     def after_step(self, run: Run) -> None:
         every = run.settings.eval.every
         if every is not None and run.step % every == 0 and run.results.get("step") != run.step:

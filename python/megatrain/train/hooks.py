@@ -63,6 +63,9 @@ class Run:
 class Hook:
     """Override what is needed. Called in the order in which hooks are listed."""
 
+    def before_first_step(self, run: Run) -> None:
+        """Of a run that does not go on from a checkpoint."""
+
     def after_step(self, run: Run) -> None:
         """The step's numbers have been logged. Setting run.stopped ends the run."""
 

@@ -90,6 +90,10 @@ def run_steps(run: Run, hooks: Sequence[Hook], on_interval: Callable[[Interval],
 
     with Termination() as termination:
         try:
+            if run.step == 0:
+                for hook in hooks:
+                    hook.before_first_step(run)
+                pending.clear()  # begins the clock
             if run.watched < run.step:  # the run was interrupted behind this step
                 watch()
             while run.step < run.steps and run.stopped is None:
