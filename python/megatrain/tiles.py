@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from megatrain._native import TileStore
     from megatrain.units import TiledParameter, UnitPlan
 
+_CHECKED_ELEMENTS = 1 << 20
+
 
 class Tiles:
     """Owns the store's torch views. Tile numbers are those of the plan."""
@@ -57,8 +59,9 @@ class Tiles:
     @staticmethod
     def require_finite(name: str, values: torch.Tensor) -> None:
         """For callers that write several parameters or none."""
-        if not bool(torch.isfinite(values).all()):
-            raise ValueError(f"{name} holds values that are not finite")
+        for piece in values.reshape(-1).split(_CHECKED_ELEMENTS):  # the check needs memory of its own
+            if not bool(torch.isfinite(piece).all()):
+                raise ValueError(f"{name} holds values that are not finite")
 
     def master(self, parameter: TiledParameter) -> torch.Tensor:
         """The exact fp32 values, a new tensor. Frozen parameters have only what is streamed."""

@@ -124,37 +124,7 @@ def test_plan_beyond_the_limit_is_refused_with_both_figures() -> None:
     assert "0.00 GiB" in str(refused.value) or "MiB" in str(refused.value) or str(1 << 20) in str(refused.value)
 
 
-# 20: saving
-
-
-def test_saving_needs_no_second_copy() -> None:
-    script = textwrap.dedent(
-        """
-        import torch, megatrain, tempfile
-        from torch import nn
-        class M(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layers = nn.ModuleList(nn.Linear(2048, 2048) for _ in range(12))
-            def forward(self, x):
-                for layer in self.layers:
-                    x = layer(x)
-                return x.square().mean()
-        def high_water():
-            return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("VmHWM")) / 1024
-        model = megatrain.StreamedModel(M(), device="cpu", dtype=torch.float32)
-        weights = sum(p.numel() for p in model.parameters()) * 4 / 2**20
-        with tempfile.TemporaryDirectory() as folder:
-            model.save_pretrained(folder + "/first")  # imports
-            open("/proc/self/clear_refs", "w").write("5")
-            before = high_water()
-            model.save_pretrained(folder + "/second")
-            print(weights, high_water() - before)
-        """
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    weights, growth = map(float, done.stdout.split())
-    assert weights > 190 and growth < 40
+# 20, saving without a second copy: test_memory.py
 
 
 # 30: starved threads

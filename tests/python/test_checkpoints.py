@@ -9,8 +9,6 @@ import os
 import random
 import resource
 import shutil
-import subprocess
-import sys
 import threading
 import time
 import warnings
@@ -600,35 +598,6 @@ def test_kills_while_saving_lose_nothing(tmp_path: Path) -> None:
     told = kill_many(tmp_path, 8, seed=1)
     assert told["inside a save"] >= 1
     assert told["steps"] >= 4
-
-
-_MEMORY = """
-import resource, sys, torch, transformers, megatrain
-config = transformers.LlamaConfig(hidden_size=512, intermediate_size=1024, num_hidden_layers=12, vocab_size=64,
-    num_attention_heads=8, num_key_value_heads=8, tie_word_embeddings=True)
-module = transformers.AutoModelForCausalLM.from_config(config)
-model = megatrain.StreamedModel(module, device="cpu", compile=False, self_check=False)
-ids = torch.zeros(1, 4, dtype=torch.long)
-model.step(dict(input_ids=ids, labels=ids))
-model.synchronize()
-tile = max(unit.layout.nbytes for unit in model._parts.units.units)
-for work in (model.save_checkpoint, model.load_checkpoint):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    work(sys.argv[1])
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, tile, model._parts.tiles.store.nbytes)
-"""
-
-
-def test_memory_stays_below_two_tiles(tmp_path: Path) -> None:
-    """Tiles of 36 MB, twelve of them; the high-water mark of the process."""
-    done = subprocess.run(
-        [sys.executable, "-c", _MEMORY, str(tmp_path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    for line in done.stdout.splitlines():
-        more, tile, state = map(int, line.split())
-        assert state > 10 * tile
-        assert more < 2 * tile, line
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
