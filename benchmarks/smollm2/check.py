@@ -4,8 +4,9 @@
 
 A run of 16 steps, and the same one stopped by Ctrl-C after 8 and resumed. Then: the held-out loss fell; both runs have
 the same losses, norms and weights to the last bit; the export is loaded by transformers, has the streamed model's
-logits (in bf16 to the bit; in fp32, whose weights are the masters to the bit, as far as bf16 goes), and generates. Ends with status 1 at the first of these that
-is not so. WORK needs 12 GB; WORK/whole and WORK/stopped must not be there."""
+logits (in bf16 to the bit; in fp32, whose weights are the masters to the bit, as far as bf16 goes), and generates.
+Ends with status 1 at the first of these that is not so. WORK needs 12 GB; WORK/whole and WORK/stopped must not be
+there."""
 
 from __future__ import annotations
 

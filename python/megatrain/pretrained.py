@@ -23,18 +23,22 @@ if TYPE_CHECKING:
 
     from torch import nn
 
+    from megatrain.export.parts import Part
     from megatrain.model import StreamedModel
 
 LARGE_ELEMENTS = 1 << 12
 
 
-@dataclass(frozen=True)
+@dataclass
 class Source:
-    """What a model was made from: for each parameter and buffer the file to save it in again, by first names; and
-    the code of the directory, by file name, where it was run."""
+    """What a model was made from. files: for each tensor the file to save it in again, under the module's first names
+    if the files have those. code: of the directory, by file name, where it was run. tensors: what an export writes,
+    with a note, once that was found out."""
 
     files: dict[str, str] = field(default_factory=dict)
     code: dict[str, str] = field(default_factory=dict)
+    has_own_names: bool = False
+    tensors: tuple[dict[str, Part], str | None] | None = None
 
 
 class large_on_meta(TorchFunctionMode):
@@ -75,10 +79,11 @@ def stream_pretrained(
     code = code_of(directory, config) if trust_remote_code else {}
     saved_in = {name: file_of[key] for key, name in own.items() if name is not None}
     computed = all(buffer.device.type != "meta" for buffer in module.buffers())
-    if not names.all_reached(set(own.values())) or not computed:
+    own_names = names.all_reached(set(own.values()))
+    if not own_names or not computed:
         converted = _converted_by_transformers(directory, type(module), trust_remote_code)
         model = cls(converted if adapter is None else add_adapter(converted, adapter)[0], **kwargs)
-        model._source = Source(names.with_ties(saved_in), code)
+        model._source = Source({**names.with_ties(saved_in), **file_of}, code, own_names)
         return model
     _warn_of_unexpected(directory, module, [key for key, name in own.items() if name is None])
     state = module.state_dict()
@@ -93,7 +98,7 @@ def stream_pretrained(
         own = {key: renamed[names.first(name)] if name is not None else None for key, name in own.items()}
     example = kwargs.pop("example_batch", None)
     model = cls(module, **kwargs)
-    model._source = Source(names.with_ties(saved_in), code)
+    model._source = Source(names.with_ties(saved_in), code, has_own_names=True)
     for file in files:
         with open_shard(file) as shard:
             for key in shard.names():

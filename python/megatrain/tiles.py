@@ -59,7 +59,7 @@ class Tiles:
     @staticmethod
     def require_finite(name: str, values: torch.Tensor) -> None:
         """For callers that write several parameters or none."""
-        for piece in values.reshape(-1).split(_CHECKED_ELEMENTS):  # the check needs memory of its own
+        for piece in torch.split(values.reshape(-1), _CHECKED_ELEMENTS):  # the check needs memory of its own
             if not bool(torch.isfinite(piece).all()):
                 raise ValueError(f"{name} holds values that are not finite")
 

@@ -56,6 +56,13 @@ def config(layers: int, vocabulary: int) -> Any:
     )  # fmt: skip
 
 
+def write_experts(path: Path, layers: int) -> None:
+    """fp32 safetensors in several shards, an expert a tensor."""
+    settings = config(layers, 64).to_dict() | dict(model_type="mixtral", num_local_experts=4, num_experts_per_tok=2)
+    module: Any = transformers.MixtralForCausalLM(transformers.MixtralConfig(**settings))
+    module.save_pretrained(path, max_shard_size="30MB")
+
+
 def write_directory(path: Path, layers: int, vocabulary: int) -> None:
     """fp32 safetensors in several shards; in path-bin the same in bf16, as .bin."""
     torch.manual_seed(0)
@@ -89,14 +96,16 @@ def main() -> None:
     root = Path(sys.argv[1])
     write_directory(root / "small", 2, 64)
     write_directory(root / "large", 10, 16384)
-    for warm in ("small", "small-bin"):  # what is imported and set up once
+    write_experts(root / "small-experts", 2)
+    write_experts(root / "experts", 5)
+    for warm in ("small", "small-bin", "small-experts"):  # what is imported and set up once
         model = stream(root / warm, torch.bfloat16)
         step(model)
         model.save_checkpoint(root / "warm")
         model.load_checkpoint(root / "warm")
         model.save_pretrained(root / "warm-export")
         model.close()
-    for name, dtype in (("large", torch.float32), ("large-bin", torch.bfloat16)):
+    for name, dtype in (("experts", torch.float32), ("large", torch.float32), ("large-bin", torch.bfloat16)):
         with Peak() as peak:
             model = stream(root / name, dtype)
         report(f"load {name}", peak, model)

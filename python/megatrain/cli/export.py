@@ -3,6 +3,8 @@
 import argparse
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -42,10 +44,11 @@ def run(arguments: argparse.Namespace) -> None:
         raise UserError(f"{path}: was saved by an older megatrain, without what an export needs; resume and save again")
     if "refused" in weights.contents:
         raise UserError(f"{path}: {weights.contents['refused']}")
-    try:
-        files = write_directory(out, Contents.from_plain(weights.contents), weights, arguments.max_shard_size)
-    except ValueError as error:
-        raise UserError(one_line(error)) from error
+    with _told():
+        try:
+            files = write_directory(out, Contents.from_plain(weights.contents), weights, arguments.max_shard_size)
+        except ValueError as error:
+            raise UserError(one_line(error)) from error
     for file in sorted(tokenizer.iterdir()) if tokenizer.is_dir() else ():
         if file.is_file():
             shutil.copyfile(file, out / file.name)
@@ -64,11 +67,17 @@ def _checkpoint(source: Path) -> Path:
         hint = f"; {model} is its trained model" if model.is_dir() else ""
         raise UserError(f"{source}: holds no checkpoint{hint}")
     try:
-        with warnings.catch_warnings(record=True) as passed:
-            warnings.simplefilter("always")
-            path = find(source)
+        with _told():
+            return find(source)
     except CheckpointError as error:
         raise UserError(one_line(error)) from error
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Warnings become lines of the output."""
+    with warnings.catch_warnings(record=True) as passed:
+        warnings.simplefilter("always")
+        yield
     for warning in passed:
         print(one_line(warning.message))
-    return path

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     import os
 
     from megatrain.export.contents import Contents
+    from megatrain.export.parts import Part
     from megatrain.export.weights import Weights
 
 INDEX = "model.safetensors.index.json"
@@ -23,15 +25,16 @@ def write_directory(
     directory: str | os.PathLike[str], contents: Contents, weights: Weights, max_shard_size: str | None = None
 ) -> dict[str, int]:
     """Returns {file of weights: bytes of its tensors}. Files of an earlier export are replaced, its other shards
-    removed. ValueError if `directory` is a file, OSError if it cannot be written: what was there still is."""
+    removed. ValueError if `directory` is a file, OSError if it cannot be written: what was there still is. The note of
+    `contents` becomes a warning."""
     target = Path(directory)
     if target.exists() and not target.is_dir():
         raise ValueError(f"{target} is a file; save_pretrained needs a directory")
-    sizes = {name: tensor_bytes(weights, own) for name, own in contents.tensors.items()}
+    sizes = {name: tensor_bytes(weights, part) for name, part in contents.tensors.items()}
     file_of = divide(contents, sizes, max_shard_size)
-    files: dict[str, dict[str, str]] = {}
-    for name, own in contents.tensors.items():
-        files.setdefault(file_of[name], {})[name] = own
+    files: dict[str, dict[str, Part]] = {}
+    for name, part in contents.tensors.items():
+        files.setdefault(file_of[name], {})[name] = part
     target.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target, prefix=".partial-") as partial:
         staging = Path(partial)
@@ -44,6 +47,8 @@ def write_directory(
             (staging / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         for path in staging.iterdir():
             path.replace(target / path.name)
+    if contents.note is not None:
+        warnings.warn(contents.note, stacklevel=3)
     if len(files) == 1:
         (target / INDEX).unlink(missing_ok=True)
     for path in target.iterdir():

@@ -5,7 +5,6 @@ Of either the values are the same: in bf16 what is streamed, in fp32 the exact m
 from __future__ import annotations
 
 import json
-import math
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -24,8 +23,8 @@ _PIECE_ELEMENTS = 4 << 20
 
 
 class Weights(Protocol):
-    """Parameters in `dtype`, but for those that stay fp32, and buffers in their own type; `pieces` are flat, on the
-    host, in order."""
+    """Parameters in `dtype`, but for those that stay fp32, and buffers in their own type; `pieces` are of `count`
+    elements from `first` on, flat, on the host, in order."""
 
     dtype: torch.dtype
 
@@ -33,11 +32,11 @@ class Weights(Protocol):
 
     def dtype_of(self, name: str) -> torch.dtype: ...
 
-    def pieces(self, name: str) -> Iterator[torch.Tensor]: ...
+    def pieces(self, name: str, first: int, count: int) -> Iterator[torch.Tensor]: ...
 
 
 class ModelWeights:
-    """Views of the tiles where `dtype` is what they hold, else one parameter at a time."""
+    """Views of the tiles where `dtype` is what they hold."""
 
     def __init__(self, model: StreamedModel, dtype: torch.dtype) -> None:
         self.dtype = dtype
@@ -54,18 +53,18 @@ class ModelWeights:
         own: torch.dtype = self._buffers[name].dtype if parameter is None else self.dtype
         return torch.float32 if parameter is not None and parameter.stays_fp32 else own
 
-    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+    def pieces(self, name: str, first: int, count: int) -> Iterator[torch.Tensor]:
         if name not in self._parameters:
-            yield self._buffers[name].detach().cpu().reshape(-1)
+            yield self._buffers[name].detach().cpu().reshape(-1)[first : first + count]
             return
         parameter = self._parameters[name]
-        weights = self._tiles.view(parameter, Section.weights)
-        if self.dtype == torch.float32 and weights.dtype != torch.float32 and parameter.trainable:
-            yield self._tiles.master(parameter).view(-1)
-            return
-        flat = weights.view(-1)
-        for begin in range(0, flat.numel(), _PIECE_ELEMENTS):
-            yield flat[begin : begin + _PIECE_ELEMENTS].to(self.dtype_of(name))
+        weights = self._tiles.view(parameter, Section.weights).view(-1)
+        split = parameter.trainable and self._tiles.store.layout(parameter.tile).format.weights == "bf16_split"
+        joined = split and self.dtype == torch.float32
+        low = self._tiles.view(parameter, Section.master_low).view(-1) if joined else None
+        for begin, end in _ranges(first, count):
+            piece = weights[begin:end]
+            yield piece.to(self.dtype_of(name)) if low is None else _joined(piece, low[begin:end])
 
 
 class CheckpointWeights:
@@ -96,20 +95,23 @@ class CheckpointWeights:
         stays_fp32 = self._places[name][1].get("stays_fp32", False)
         return torch.float32 if stays_fp32 else self.dtype
 
-    def pieces(self, name: str) -> Iterator[torch.Tensor]:
+    def pieces(self, name: str, first: int, count: int) -> Iterator[torch.Tensor]:
         if name not in self._places:
-            yield self._buffers[name].reshape(-1)
+            yield self._buffers[name].reshape(-1)[first : first + count]
             return
         tile, parameter = self._places[name]
-        first, last = parameter["offset"], parameter["offset"] + math.prod(parameter["shape"])
         with self._open(tile) as file:
             weights = file.get_slice("weights")
             split = parameter["trainable"] and "master_low" in file.keys()
             low = file.get_slice("master_low") if split and self.dtype == torch.float32 else None
-            for begin in range(first, last, _PIECE_ELEMENTS):
-                end = min(begin + _PIECE_ELEMENTS, last)
+            for begin, end in _ranges(parameter["offset"] + first, count):
                 piece = weights[begin:end]
                 yield piece.to(self.dtype_of(name)) if low is None else _joined(piece, low[begin:end])
+
+
+def _ranges(first: int, count: int) -> Iterator[tuple[int, int]]:
+    for begin in range(first, first + count, _PIECE_ELEMENTS):
+        yield begin, min(begin + _PIECE_ELEMENTS, first + count)
 
 
 def _joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
