@@ -5,8 +5,8 @@
 A run of 16 steps, and the same one stopped by Ctrl-C after 8 and resumed. Then: the held-out loss fell; both runs have
 the same losses, norms and weights to the last bit; the export is loaded by transformers, has the streamed model's
 logits (in bf16 to the bit; in fp32, whose weights are the masters to the bit, as far as bf16 goes), and generates.
-Ends with status 1 at the first of these that is not so. WORK needs 12 GB; WORK/whole and WORK/stopped must not be
-there."""
+Ends with status 1 at the first of these that is not so. WORK needs 12 GB; what is in WORK/whole after a run that ended
+is taken as it is, WORK/stopped and the exports must not be there."""
 
 from __future__ import annotations
 
@@ -35,10 +35,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path, metavar="WORK", help="as prepare.py left it")
     work: Path = parser.parse_args().work
-    for name in ("whole", "stopped"):
+    for name in ("stopped", "export-bf16", "export-fp32"):
         if (work / name).exists():
             raise SystemExit(f"{work / name} is there already; remove it")
-    train(work, "whole")
+    if not (work / "whole" / "model").is_dir():
+        train(work, "whole")
     train(work, "stopped", until=STOP)
     train(work, "stopped", "--set", "resume=auto")
     held_out_loss_falls(work)
@@ -52,7 +53,8 @@ def train(work: Path, name: str, *more: str, until: int | None = None) -> None:
     arguments = [part for key, value in settings.items() for part in ("--set", f"{key}={value}")]
     command = [*COMMAND, "train", str(Path(__file__).with_name("run.yaml")), *arguments, *more]
     print(f"\n$ megatrain train run.yaml {' '.join(more)}".rstrip(), flush=True)
-    process = subprocess.Popen(command)
+    # Ctrl-C is ignored by what a shell runs in the background, and by its children.
+    process = subprocess.Popen(command, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     if until is not None:
         while process.poll() is None and len(steps(work / name)) < until:
             time.sleep(0.5)

@@ -15,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 from megatrain.export.shards import safetensors_name
 from megatrain.pretrained_adapter import add_adapter
 from megatrain.pretrained_class import code_of, model_class_and_config
+from megatrain.pretrained_places import Joined, Names
 from megatrain.weight_files import open_shard, weight_files
 
 if TYPE_CHECKING:
@@ -68,76 +69,46 @@ def stream_pretrained(
     with large_on_meta():
         module: nn.Module = model_class(config)
     module.train()
-    names = _Names(module)
+    names = Names(module)
     shapes: dict[str, tuple[int, ...]] = {}
     file_of: dict[str, str] = {}
     for file in files:
         with open_shard(file) as shard:
             for key in shard.names():
                 shapes[key], file_of[key] = shard.shape(key), safetensors_name(file.name)
-    own = {key: names.own(key) for key in shapes}
-    code = code_of(directory, config) if trust_remote_code else {}
-    saved_in = {name: file_of[key] for key, name in own.items() if name is not None}
+    places = names.places(shapes)
+    source = Source(
+        files=file_of | {part.name: file_of[key] for key, part in places.of.items() if part and part.shape is None},
+        code=code_of(directory, config) if trust_remote_code else {},
+        has_own_names=places.own_names,
+    )
+    if places.lacking:
+        raise _lacks(directory, places.lacking)
     computed = all(buffer.device.type != "meta" for buffer in module.buffers())
-    own_names = names.all_reached(set(own.values()))
-    if not own_names or not computed:
+    if not places.whole or not computed:
         converted = _converted_by_transformers(directory, type(module), trust_remote_code)
         model = cls(converted if adapter is None else add_adapter(converted, adapter)[0], **kwargs)
-        model._source = Source({**names.with_ties(saved_in), **file_of}, code, own_names)
+        model._source = source
         return model
-    _warn_of_unexpected(directory, module, [key for key, name in own.items() if name is None])
-    state = module.state_dict()
-    for key, name in own.items():
-        if name is not None and shapes[key] != tuple(state[name].shape):
-            raise ValueError(
-                f"{key} has shape {shapes[key]} in {directory} and {tuple(state[name].shape)} in the model"
-            )
-    del state
+    _warn_of_unexpected(directory, module, [key for key, part in places.of.items() if part is None])
+    names.require_fit(places, shapes, directory)
+    shape_of = names.shapes
     if adapter is not None:
         module, renamed = add_adapter(module, adapter)
-        own = {key: renamed[names.first(name)] if name is not None else None for key, name in own.items()}
+        places = places.renamed(renamed)
+        shape_of = {renamed[name]: shape for name, shape in shape_of.items() if name in renamed}
     example = kwargs.pop("example_batch", None)
     model = cls(module, **kwargs)
-    model._source = Source(names.with_ties(saved_in), code, has_own_names=True)
+    model._source = source
+    joined = Joined(shape_of, lambda name, values: model.load_state_dict({name: values}, strict=False))
     for file in files:
         with open_shard(file) as shard:
-            for key in shard.names():
-                if (name := own[key]) is not None:
-                    model.load_state_dict({name: shard.tensor(key)}, strict=False)
+            for key in sorted(shard.names()):
+                if (part := places.of[key]) is not None:
+                    joined.add(part, shard.tensor(key))
     if example is not None:
         model._passes.check(example)
     return model
-
-
-class _Names:
-    """Of the module's parameters and persistent buffers, before it is taken over."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._names = set(module.state_dict().keys())
-        self._prefix = f"{module.base_model_prefix}." if hasattr(module, "base_model_prefix") else ""
-        by_id: dict[int, list[str]] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            by_id.setdefault(id(parameter), []).append(name)
-        self._tied = {name: group for group in by_id.values() for name in group if len(group) > 1}
-
-    def own(self, key: str) -> str | None:
-        """The module's name for a key of a file, which may be that of the base model alone, or with it."""
-        for name in (key, self._prefix + key, key.removeprefix(self._prefix)):
-            if name in self._names:
-                return name
-        return None
-
-    def first(self, name: str) -> str:
-        """Of a tied parameter's names."""
-        return self._tied.get(name, [name])[0]
-
-    def all_reached(self, reached: set[str | None]) -> bool:
-        return all(any(tied in reached for tied in self._tied.get(name, [name])) for name in self._names)
-
-    def with_ties(self, files: dict[str, str]) -> dict[str, str]:
-        """A tied parameter is saved under its first name, whichever the file had."""
-        more = {tied: file for name, file in files.items() for tied in self._tied.get(name, []) if tied not in files}
-        return {**files, **more}
 
 
 def _warn_of_unexpected(directory: Path, module: nn.Module, keys: list[str]) -> None:
@@ -150,20 +121,24 @@ def _warn_of_unexpected(directory: Path, module: nn.Module, keys: list[str]) -> 
         )
 
 
+def _lacks(directory: Path, names: list[str]) -> ValueError:
+    return ValueError(f"{directory} lacks {len(names)} tensors that its architecture needs: {_some(names)}")
+
+
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _converted_by_transformers(directory: Path, model_class: Any, trust_remote_code: bool) -> nn.Module:
-    """For checkpoints whose names the library converts while loading (fused experts, renamed prefixes): its
-    own loader brings them, and the tiles take the weights over tensor by tensor. Tensors that the checkpoint
-    lacks would be random: they are refused."""
+    """For files whose tensors are more than parts of the module's (turned ones, quantised ones): the library's own
+    loader brings them, and the tiles take the weights over tensor by tensor. Tensors that the files lack would be
+    random: they are refused."""
     module, info = model_class.from_pretrained(
         directory, dtype="auto", output_loading_info=True, weights_only=True, trust_remote_code=trust_remote_code
     )
     missing = sorted(info["missing_keys"])
     if missing:
-        raise ValueError(f"{directory} lacks {len(missing)} tensors that its architecture needs: {_some(missing)}")
+        raise _lacks(directory, missing)
     loaded: nn.Module = module
     _warn_of_unexpected(directory, loaded, sorted(info["unexpected_keys"]))
     return loaded.train()

@@ -28,7 +28,7 @@ def anonymous() -> int:
 
 
 class Peak:
-    """In `with`: `more`, how far anonymous memory rose above what it was; `left`, what of it stayed."""
+    """In `with`: `more` is how far anonymous memory rose above what it was."""
 
     def __enter__(self) -> Peak:
         gc.collect()
@@ -46,7 +46,6 @@ class Peak:
     def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join()
-        self.left = anonymous() - self._before
 
 
 def config(layers: int, vocabulary: int) -> Any:
@@ -82,8 +81,7 @@ def stream(path: Path, dtype: torch.dtype) -> megatrain.StreamedModel:
 
 def report(what: str, peak: Peak, model: megatrain.StreamedModel) -> None:
     elements = [parameter.numel for parameter in model._plan.parameters]
-    values = dict(more=peak.more, left=peak.left, state=model._tiles.store.nbytes, elements=sum(elements),
-                  largest=max(elements) * 4)  # fmt: skip
+    values = dict(more=peak.more, state=model._tiles.store.nbytes, elements=sum(elements), largest=max(elements) * 4)
     print(json.dumps({"what": what, **values}), flush=True)
 
 

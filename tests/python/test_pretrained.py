@@ -71,6 +71,50 @@ def test_weights_go_to_the_tiles_without_the_librarys_loader(
     assert stream_from(tmp_path).step(text_batch(1)).loss == same.step(text_batch(1)).loss
 
 
+def experts(path: Path, shard: str = "30KB") -> Any:
+    """Files with a tensor for each expert; the module has them joined."""
+    torch.manual_seed(0)
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=67, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=16,
+    )  # fmt: skip
+    module: Any = transformers.Qwen3MoeForCausalLM(config)
+    module.save_pretrained(path, max_shard_size=shard)
+    return module
+
+
+@pytest.mark.parametrize("adapter", [False, True])
+def test_experts_go_to_the_tiles_without_the_librarys_loader(
+    adapter: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = experts(tmp_path)
+    monkeypatch.setattr(transformers.Qwen3MoeForCausalLM, "from_pretrained", None)
+    monkeypatch.setattr(pretrained, "LARGE_ELEMENTS", 1 if not adapter else 1 << 12)
+    config = pytest.importorskip("peft").LoraConfig(target_modules=["q_proj"]) if adapter else None
+    model = stream_from(tmp_path, dtype=torch.float32, adapter=config)
+    state = {name.removeprefix("base_model.model."): value for name, value in model.state_dict().items()}
+    found = {name.replace(".base_layer", ""): value for name, value in state.items()}
+    for name, value in module.state_dict().items():
+        assert torch.equal(found[name], value), name
+    with torch.no_grad():
+        expected = float(module(**text_batch(1)).loss)
+    assert model.step(text_batch(1)).loss == pytest.approx(expected, rel=1e-5)
+
+
+def test_experts_that_are_missing_or_misshapen_are_named(tmp_path: Path) -> None:
+    experts(tmp_path, "5GB")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    save_file({**tensors, name: torch.zeros(5, 32)}, file, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{name} has shape \(5, 32\) in .* and \(16, 32\) in the model"):
+        stream_from(tmp_path)
+    for lacking in (name, "model.layers.1.self_attn.q_proj.weight"):
+        save_file({k: v for k, v in tensors.items() if k != lacking}, file, metadata={"format": "pt"})
+        with pytest.raises(ValueError, match=rf"lacks 1 tensors that its architecture needs: {lacking}$"):
+            stream_from(tmp_path)
+
+
 def test_checkpoint_of_the_base_model_alone_is_refused_by_name(tmp_path: Path) -> None:
     saved(tmp_path, "llama")
     weights = load_file(tmp_path / "model.safetensors")

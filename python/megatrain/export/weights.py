@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from megatrain.model import StreamedModel
 
-_PIECE_ELEMENTS = 4 << 20
+_PIECE_ELEMENTS = 1 << 20
 
 
 class Weights(Protocol):
