@@ -37,21 +37,36 @@ def _same_model(first: str, second: str) -> None:
 
 
 def _stop_at(monkeypatch: pytest.MonkeyPatch, where: str, step: int, signal_number: int = signal.SIGINT) -> None:
-    """The signal comes once, in the step or in a hook behind it."""
+    """The signal comes once, in the step, where the first gradients of its backward are there, or in a hook behind
+    it."""
+    from megatrain.gradients import GradientSink
     from megatrain.train.sample import Samples
 
-    owner, name = {"step": (megatrain.StreamedModel, "step"), "samples": (Samples, "after_step")}[where]
+    owner, name = {
+        "step": (megatrain.StreamedModel, "step"),
+        "backward": (GradientSink, "add"),
+        "samples": (Samples, "after_step"),
+    }[where]
     original = getattr(owner, name)
-    came = False
+    came, begun = False, 0
 
-    def stop(self: Any, argument: Any) -> Any:
+    def stop(self: Any, *arguments: Any) -> Any:
         nonlocal came
-        at = self.steps + 1 if where == "step" else argument.step
+        at = {"step": lambda: self.steps + 1, "backward": lambda: begun, "samples": lambda: arguments[0].step}[where]()
         if at == step and not came:
             came = True
             os.kill(os.getpid(), signal_number)
-        return original(self, argument)
+        return original(self, *arguments)
 
+    if where == "backward":
+        take_step = megatrain.StreamedModel.step
+
+        def counted(self: Any, micro_batches: Any) -> Any:
+            nonlocal begun
+            begun += 1
+            return take_step(self, micro_batches)
+
+        monkeypatch.setattr(megatrain.StreamedModel, "step", counted)
     monkeypatch.setattr(owner, name, stop)
 
 
@@ -59,6 +74,7 @@ def _stop_at(monkeypatch: pytest.MonkeyPatch, where: str, step: int, signal_numb
     ("where", "step", "number"),
     [
         ("step", 4, signal.SIGINT),
+        ("backward", 4, signal.SIGINT),
         ("step", 3, signal.SIGTERM),
         ("samples", 3, signal.SIGINT),
         ("samples", 6, signal.SIGINT),
