@@ -100,6 +100,19 @@ def test_the_runs_own_machine_is_planned_for_unless_another_is_named(
     assert "H100, 60.0 GiB; host 120 GiB" in capsys.readouterr().out
 
 
+def test_a_lora_run_keeps_its_base_frozen(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Two bytes a parameter of the base; updates of the adapter alone."""
+    pytest.importorskip("peft")
+    with (here / "run.yaml").open("a") as file:
+        file.write("lora: {rank: 16, targets: [q_proj, v_proj]}\n")
+    assert _plan("run.yaml", "--gpu", "H200", "--json", "plan.json") == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    assert "7.62B parameters, 0.00505B of them trained, in 28 blocks" in shown.out
+    host = json.loads((here / "plan.json").read_text())["predicted"]["host"]
+    assert host["tiles"] == pytest.approx(2 * 7.62e9 + 14 * 5.05e6, rel=2e-3)
+
+
 def test_a_new_model_has_the_tokenizers_vocabulary(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quickstart = Path(__file__).parents[2] / "examples" / "quickstart.yaml"
     assert _plan(str(quickstart), "--gpu", "H100", "--json", "plan.json") == 0

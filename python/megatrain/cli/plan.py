@@ -107,7 +107,7 @@ def _job(settings: "TrainSettings", tokens: int | None) -> "Job":
 
 def _shape(settings: "TrainSettings") -> "ModelShape":
     from megatrain.planner import ModelShape
-    from megatrain.train.model import describe_shape, open_directory
+    from megatrain.train.model import describe_shape, lora_config, open_directory
 
     if isinstance(settings.model, str):
         source = open_directory(settings.model, weights=False)
@@ -117,7 +117,7 @@ def _shape(settings: "TrainSettings") -> "ModelShape":
         source = describe_shape(settings.model, vocabulary, None)
         name = f"new {settings.model.type}"
     try:
-        return ModelShape.from_config(source.config, name)
+        return ModelShape.from_config(source.config, name, lora_config(settings))
     except (ValueError, TypeError, ZeroDivisionError, KeyError) as error:
         raise UserError(f"model: {one_line(error)}") from error
 

@@ -4,6 +4,7 @@ activations take. Read from names and shapes alone, so that a module on the meta
 from __future__ import annotations
 
 import re
+import warnings
 from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
@@ -120,6 +121,11 @@ class ModelShape:
     def numel(self) -> int:
         return sum(unit.numel for unit in (*self.blocks, *self.outside))
 
+    @property
+    def trained(self) -> int:
+        units = (*self.blocks, *self.outside)
+        return sum(elements for unit in units for elements, trainable in unit.parameters if trainable)
+
     @staticmethod
     def from_module(module: nn.Module, name: str = "") -> ModelShape:
         """Of a module, on the meta device or not; its lists of blocks are taken for the stacks."""
@@ -165,13 +171,20 @@ class ModelShape:
         )
 
     @staticmethod
-    def from_config(config: Any, name: str = "") -> ModelShape:
-        """Of a transformers configuration: its causal language model is built on the meta device."""
+    def from_config(config: Any, name: str = "", adapter: Any = None) -> ModelShape:
+        """Of a transformers configuration: its causal language model is built on the meta device. adapter: a
+        PeftConfig, whose parameters are then the ones that are trained."""
         import transformers
 
         make: Any = transformers.AutoModelForCausalLM.from_config  # untyped
         with torch.device("meta"):
             module: nn.Module = make(config)
+            if adapter is not None:
+                from peft import get_peft_model
+
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of a module that came from no directory
+                    module = get_peft_model(module, adapter)
         return ModelShape.from_module(module, name)
 
 

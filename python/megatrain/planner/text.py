@@ -29,7 +29,8 @@ def describe(plan: Plan) -> Iterator[str]:
     shape, job, line = plan.shape, plan.job, plan.timeline
     batch = job.batch
     waits = "after the norm" if job.updates_wait else "as gradients land"
-    yield f"model      {shape.name}: {shape.numel / 1e9:.2f}B parameters in {len(shape.blocks)} blocks"
+    trained = "" if shape.trained == shape.numel else f", {shape.trained / 1e9:.3g}B of them trained,"
+    yield f"model      {shape.name}: {shape.numel / 1e9:.2f}B parameters{trained} in {len(shape.blocks)} blocks"
     yield (
         f"step       {batch.micro_batches} x {batch.rows} x {batch.length} = {batch.tokens:,} tokens; "
         f"{precision(plan)}; updates {waits}"

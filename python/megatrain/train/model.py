@@ -121,7 +121,7 @@ def stream(source: ModelSource, settings: TrainSettings) -> megatrain.StreamedMo
             return megatrain.StreamedModel.from_pretrained(
                 str(source.directory),
                 trust_remote_code=settings.trust_remote_code,
-                adapter=_adapter(settings),
+                adapter=lora_config(settings),
                 **arguments,
             )
         torch.manual_seed(settings.seed)
@@ -133,8 +133,8 @@ def stream(source: ModelSource, settings: TrainSettings) -> megatrain.StreamedMo
         raise UserError(f"{where}: {one_line(error)}") from error
 
 
-def _adapter(settings: TrainSettings) -> Any:
-    """A LoraConfig of PEFT, whose initial values the seed decides."""
+def lora_config(settings: TrainSettings) -> Any:
+    """A LoraConfig of PEFT, whose initial values the seed decides; None for full training."""
     lora = settings.lora
     if lora is None:
         return None
