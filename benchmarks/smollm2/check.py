@@ -4,15 +4,15 @@
 
 A run of 16 steps, and the same one stopped by Ctrl-C after 8 and resumed. Then: the held-out loss fell; both runs have
 the same losses, norms and weights to the last bit; the export is loaded by transformers, has the streamed model's
-logits (in bf16 to the bit; in fp32, whose weights are the masters to the bit, as far as bf16 goes), and generates.
-Ends with status 1 at the first of these that is not so. WORK needs 12 GB; what is in WORK/whole after a run that ended
-is taken as it is, WORK/stopped and the exports must not be there."""
+logits to the bit, in bf16 and in fp32, whose weights are the exact masters, and generates. Ends with status 1 at the
+first of these that is not so. WORK needs 12 GB; runs in it that have ended are taken as they are."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,13 +35,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path, metavar="WORK", help="as prepare.py left it")
     work: Path = parser.parse_args().work
-    for name in ("stopped", "export-bf16", "export-fp32"):
-        if (work / name).exists():
-            raise SystemExit(f"{work / name} is there already; remove it")
     if not (work / "whole" / "model").is_dir():
         train(work, "whole")
-    train(work, "stopped", until=STOP)
-    train(work, "stopped", "--set", "resume=auto")
+    if not (work / "stopped" / "model").is_dir():
+        train(work, "stopped", until=STOP)
+        train(work, "stopped", "--set", "resume=auto")
     held_out_loss_falls(work)
     resume_is_exact(work)
     exports_load(work)
@@ -96,6 +94,7 @@ def resume_is_exact(work: Path) -> None:
 def exports_load(work: Path) -> None:
     for word in ("fp32", "bf16"):
         out = work / f"export-{word}"
+        shutil.rmtree(out, ignore_errors=True)
         subprocess.run([*COMMAND, "export", str(work / "stopped"), str(out), "--dtype", word], check=True)
     model = megatrain.StreamedModel.from_pretrained(work / "model", device="cpu", compile=False)
     model.load_checkpoint(work / "stopped")
@@ -112,9 +111,14 @@ def exports_load(work: Path) -> None:
     masters = model.state_dict()
     same = all(torch.equal(value, masters[name]) for name, value in exact.state_dict().items())
     require(exact.dtype == torch.float32 and same, "fp32 export: weights are the masters to the last bit")
+    again = megatrain.StreamedModel.from_pretrained(
+        work / "export-fp32", device="cpu", dtype=torch.float32, compile=False
+    )
+    same = torch.equal(logits(again, batch), logits(exact, batch))
+    require(same, "fp32 export: logits of transformers and of the model streamed in fp32 are equal to the last bit")
     expected = expected.float()
     off = float((logits(exact, batch) - expected).abs().max() / expected.abs().max())
-    require(off < 0.03, f"fp32 export: logits within {off:.2%} of the largest of bf16's")
+    require(off < 0.1, f"fp32 logits are within {off:.1%} of the largest of bf16's")
     tied = exact.lm_head.weight is exact.model.embed_tokens.weight
     names = {name for file in (work / "export-fp32").glob("*.safetensors") for name in load_file(file)}
     require(tied and "lm_head.weight" not in names, "tied weights are saved once and loaded tied")
