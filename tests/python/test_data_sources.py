@@ -282,6 +282,33 @@ def test_files_are_streamed(tmp_path: Path) -> None:
         assert peak < 8_000_000, name
 
 
+def test_tables_are_streamed(tmp_path: Path) -> None:
+    """Of tables of 12 MB what Python and Arrow hold does not grow with them."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    feather, datasets = pytest.importorskip("pyarrow.feather"), pytest.importorskip("datasets")
+    rows = 12_000
+
+    def make() -> None:
+        table = pyarrow.table({"text": [f"{i:06d}" + "x" * 1000 for i in range(rows)]})
+        parquet.write_table(table, tmp_path / "a.parquet", row_group_size=rows // 8, compression="none")
+        feather.write_feather(table, str(tmp_path / "a.feather"), chunksize=rows // 8, compression="uncompressed")
+        datasets.Dataset(table).save_to_disk(str(tmp_path / "saved"))
+
+    make()
+    for name, allowed in (("a.parquet", 6_000_000), ("a.feather", 2_000_000), ("saved", 2_000_000)):
+        before = pyarrow.total_allocated_bytes()
+        tracemalloc.start()
+        count = most = 0
+        for record in open_source(str(tmp_path / name), key="data.path").records():
+            count += len(record.value["text"])  # type: ignore[index]
+            most = max(most, pyarrow.total_allocated_bytes() - before)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert count == rows * 1006
+        assert peak < 4_000_000, name
+        assert most < allowed, (name, most)
+
+
 def test_a_file_text_is_small_to_send(tmp_path: Path) -> None:
     import pickle
 
