@@ -80,9 +80,10 @@ def stream(path: Path, dtype: torch.dtype) -> megatrain.StreamedModel:
 
 
 def report(what: str, peak: Peak, model: megatrain.StreamedModel) -> None:
-    elements = [parameter.numel for parameter in model._plan.parameters]
-    values = dict(more=peak.more, state=model._tiles.store.nbytes, elements=sum(elements), largest=max(elements) * 4)
-    print(json.dumps({"what": what, **values}), flush=True)
+    elements = [parameter.numel for parameter in model._parts.units.parameters]
+    state = model._parts.tiles.store.nbytes
+    values = dict(what=what, more=peak.more, state=state, elements=sum(elements), largest=max(elements) * 4)
+    print(json.dumps(values), flush=True)
 
 
 def step(model: megatrain.StreamedModel) -> None:

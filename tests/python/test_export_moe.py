@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import transformers
 from families import text_batch
+from family_zoo import EXACT
 from safetensors.torch import load_file
 
 import megatrain
@@ -115,6 +117,32 @@ def test_what_cannot_be_taken_apart_keeps_the_modules_names(
     assert "tensors have the names of transformers' module" in capsys.readouterr().out
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype="auto")
     assert torch.equal(logits(again), logits(model))
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["deepseek_v3", "glm4_moe", "olmoe", "phimoe", "jamba", "kimi_linear", "granitemoehybrid", "llava", "qwen2_5_vl",
+     "gpt_neox", "hrm_text"],
+)  # fmt: skip
+def test_parts_are_what_transformers_writes(family: str) -> None:
+    """To the bit, under the same names; HRM's are joined to be written."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    module: Any = next(row for row in EXACT if row.name == family).make()
+    state = {name: parameter.detach() for name, parameter in module.named_parameters()}
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    if family == "hrm_text":
+        with pytest.raises(CannotTakeApart, match="joins or turns tensors to write"):
+            original_parts(module, shapes)
+        return
+    written = revert_weight_conversion(module, dict(state))
+    assert written.keys() != state.keys()
+    parts = original_parts(module, shapes)
+    assert parts.keys() == written.keys()
+    for name, part in parts.items():
+        flat = state[part.name].reshape(-1)[part.first :]
+        shape = state[part.name].shape if part.shape is None else part.shape
+        assert torch.equal(flat[: math.prod(shape)].view(shape), written[name]), name
 
 
 @pytest.mark.parametrize(

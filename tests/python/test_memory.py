@@ -66,7 +66,7 @@ def test_workers_of_a_data_loader_do_not_hold_the_tiles() -> None:
             model.step({"x": x})
             workers.add(int(worker))
             held = max(held, int(own))
-        print(model._tiles.store.nbytes >> 20, dirty(), held, len(workers))
+        print(model._parts.tiles.store.nbytes >> 20, dirty(), held, len(workers))
         """
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
