@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _fail(error, 1)
 
 
-def _run(argv: Sequence[str]) -> int:
+def make_parser() -> argparse.ArgumentParser:
+    """Of the whole command line; raises UserError for what it does not know."""
     parser = _Parser(
         prog="megatrain",
         description="Train language models larger than the GPU from host memory.",
@@ -54,8 +55,12 @@ def _run(argv: Sequence[str]) -> int:
     for name, summary in _COMMANDS.items():
         command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
         importlib.import_module(f"{__name__}.{name}").configure(command)
+    return parser
+
+
+def _run(argv: Sequence[str]) -> int:
     try:
-        arguments = parser.parse_args(argv)
+        arguments = make_parser().parse_args(argv)
     except SystemExit as exit_:  # --help and --version
         return int(exit_.code or 0)
     status: int | None = arguments.run(arguments)
