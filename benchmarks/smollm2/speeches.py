@@ -16,14 +16,15 @@ _DIRECTION = re.compile(r"\[[^\]]*\]")
 
 def speeches(text: str) -> Iterator[tuple[str | None, str]]:
     """(who, what) in their order; (None, "") where a scene ends. A speech begins with its speaker's name alone on a
-    line, as in Project Gutenberg's plain texts; directions in brackets are left out."""
+    line behind an empty one, as in Project Gutenberg's plain texts; directions in brackets are left out."""
     who: str | None = None
     lines: list[str] = []
     began = False  # the list of persons stands before the first scene
+    before = ""
     for line in [*_DIRECTION.sub("", text).splitlines(), "SCENE"]:
-        line = line.strip()
+        line, above, before = line.strip(), before, line.strip()
         scene = line.upper().startswith(("SCENE", "ACT "))
-        if not scene and not _NAME.fullmatch(line):
+        if not scene and (above or not _NAME.fullmatch(line)):
             lines.append(line)
             continue
         if began and who is not None and any(lines):

@@ -76,6 +76,8 @@ def load_state_dict(
             expected = owner._buffers[inner].shape  # type: ignore[union-attr]
         else:
             continue
+        if name in names and (not value.is_floating_point() or value.element_size() < 2):
+            problems.append(f"{name} is {value.dtype}; quantised weights are not trained")
         if value.shape != expected:
             problems.append(f"{name} has shape {tuple(value.shape)} in the state and {tuple(expected)} in the model")
     if problems:

@@ -85,7 +85,8 @@ def stream_pretrained(
     if places.lacking:
         raise _lacks(directory, places.lacking)
     computed = all(buffer.device.type != "meta" for buffer in module.buffers())
-    if not places.whole or not computed:
+    quantised = getattr(config, "quantization_config", None) is not None  # values that mean nothing without others
+    if not places.whole or not computed or quantised:
         converted = _converted_by_transformers(directory, type(module), trust_remote_code)
         model = cls(converted if adapter is None else add_adapter(converted, adapter)[0], **kwargs)
         model._source = source

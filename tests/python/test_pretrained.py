@@ -133,6 +133,29 @@ def test_misshapen_tensor_is_refused_by_name(tmp_path: Path) -> None:
         stream_from(tmp_path)
 
 
+def test_quantised_weights_are_never_taken_for_their_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their configuration transformers may know what to do with them; else they are named."""
+    saved(tmp_path, "llama")
+    weights = load_file(tmp_path / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    weights[name] = weights[name].to(torch.float8_e4m3fn)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=rf"{name} is torch\.float8_e4m3fn; quantised weights are not trained"):
+        stream_from(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    asked: list[Path] = []
+
+    def convert(directory: Path, *_: Any) -> torch.nn.Module:
+        asked.append(directory)
+        return families.build(BY_NAME["llama"])
+
+    monkeypatch.setattr(pretrained, "_converted_by_transformers", convert)
+    stream_from(tmp_path)
+    assert asked == [tmp_path]
+
+
 def test_missing_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not a directory"):
         stream_from(tmp_path / "nowhere")
