@@ -94,7 +94,7 @@ def step(model: megatrain.StreamedModel) -> None:
 def main() -> None:
     root = Path(sys.argv[1])
     write_directory(root / "small", 2, 64)
-    write_directory(root / "large", 10, 16384)
+    write_directory(root / "large", 12, 16384)
     write_experts(root / "small-experts", 2)
     write_experts(root / "experts", 5)
     for warm in ("small", "small-bin", "small-experts"):  # what is imported and set up once

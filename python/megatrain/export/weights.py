@@ -116,4 +116,7 @@ def _ranges(first: int, count: int) -> Iterator[tuple[int, int]]:
 
 def _joined(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
     """fp32 values of the two halves: bits = (high << 16) + low, where low is signed."""
-    return ((high.view(torch.int16).to(torch.int32) << 16) + low.to(torch.int32)).view(torch.float32)
+    bits = high.view(torch.int16).to(torch.int32)
+    bits <<= 16
+    bits += low
+    return bits.view(torch.float32)
