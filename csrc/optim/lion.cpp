@@ -1,7 +1,7 @@
-// Lion over spans of host memory: one variant, left to the compiler's vectors.
+// Lion over spans of host memory, and its scalar variant, which says what the bits are.
 #include <algorithm>
 
-#include "optim/lion_math.h"
+#include "optim/lion_kernels.h"
 #include "optim/scalar_weights.h"
 
 namespace megatrain {
@@ -63,8 +63,7 @@ bool with_int8_moment(const LionScalars& s, const RoundingKey& key, const Update
 
 }  // namespace
 
-bool update_by_lion(Isa, const UpdateStep& step, const RoundingKey& key, const UpdateSpan& span) {
-  const LionScalars s = lion_scalars(step);
+bool lion_scalar(const LionScalars& s, const RoundingKey& key, const UpdateSpan& span) {
   return with_weights_of(span.weight_format, [&]<class Weights>() {
     switch (span.moment_format) {
       case MomentFormat::kBf16:
@@ -76,6 +75,13 @@ bool update_by_lion(Isa, const UpdateStep& step, const RoundingKey& key, const U
     }
     return with_float_moment<Weights>(s, key, span);
   });
+}
+
+bool update_by_lion(Isa isa, const UpdateStep& step, const RoundingKey& key, const UpdateSpan& span) {
+  const LionScalars s = lion_scalars(step);
+  std::int64_t done = 0;
+  const bool finite = lion_vectors(isa, s, key, span, done);
+  return lion_scalar(s, key, rest_of(span, done)) && finite;
 }
 
 }  // namespace megatrain

@@ -7,6 +7,7 @@
 #include "optim/adamw_math.h"
 #include "optim/update_kernels.h"
 #include "optim_data.h"
+#include "optim_formats.h"
 
 namespace megatrain {
 namespace {
@@ -97,6 +98,32 @@ TEST_P(Lion, NotANumberIsFound) {
   EXPECT_FALSE(apply_update(GetParam(), kStep, lion(parameter.float_span())));
   EXPECT_TRUE(std::isnan(parameter.weight[13]));
   EXPECT_TRUE(std::isfinite(parameter.weight[12]));
+}
+
+// Any values: denormals, infinities and NaN among them.
+TEST_P(Lion, EqualsScalarInEveryFormatAtEveryLength) {
+  std::uint64_t seed = 1;
+  for (const testing::Formats formats : testing::all_formats()) {
+    for (const std::size_t count : {1, 7, 8, 15, 16, 17, 33, 127, 128, 129, 256, 1000}) {
+      // The last one crosses 2^32, where the upper half of the index changes.
+      for (const std::int64_t first : {std::int64_t{0}, std::int64_t{1}, (std::int64_t{1} << 32) - 128}) {
+        if (formats.moments == MomentFormat::kInt8 && first % kMomentBlock != 0) continue;
+        Values values(++seed);
+        testing::FormattedParameter expected(formats, count, 3, first);
+        expected.fill_any(values);
+        testing::FormattedParameter got = expected;
+        for (int repeat = 0; repeat < 3; ++repeat) {
+          UpdateStep step = kStep;
+          step.step += repeat;
+          step.gradient_scale = 0.37f;
+          const bool finite = apply_update(Isa::kScalar, step, lion(expected.span()));
+          EXPECT_EQ(apply_update(GetParam(), step, lion(got.span())), finite);
+        }
+        ASSERT_TRUE(got == expected) << testing::format_text(formats) << ", " << count << " from " << first
+                                     << ", seed " << seed;
+      }
+    }
+  }
 }
 
 // Stochastic rounding in weights and moments: keyed by the element, wherever a span is cut.
