@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from megatrain.errors import UnsupportedModelError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -17,6 +19,17 @@ if TYPE_CHECKING:
     from megatrain.takeover import Router
 
 _SWITCHES = ("enable_adapter_layers", "disable_adapter_layers", "set_adapter")
+
+
+def refuse_adapters_of_parameters(module: nn.Module) -> None:
+    """UnsupportedModelError for LoRA on bare parameters (`target_parameters`, PEFT's way for tensors of experts): PEFT
+    puts sums of weights and adapters in their place at each forward, where weights are streamed to."""
+    for name, inner in module.named_modules():
+        if type(inner).__name__ == "ParamWrapper" and type(inner).__module__.startswith("peft."):
+            raise UnsupportedModelError(
+                f"{name} has a LoRA adapter on a bare parameter (target_parameters=), which is not streamed; adapt "
+                "modules (target_modules=), or train the tensor itself"
+            )
 
 
 def reach_adapters(

@@ -9,7 +9,7 @@ import torch
 
 from megatrain import stacks
 from megatrain._native import Engine, TileStore
-from megatrain.adapters import reach_adapters
+from megatrain.adapters import reach_adapters, refuse_adapters_of_parameters
 from megatrain.autograd import DirectCalls
 from megatrain.blocks import BlockCaller
 from megatrain.calls import BlockRunner
@@ -74,6 +74,7 @@ class Discovery:
         self.device = compute_device(backend)
         check_registry(module)
         check_overlaps(module)
+        refuse_adapters_of_parameters(module)
         self.stacks = self._stacks(blocks, example_batch)
         self.units: UnitPlan = plan_units(module, self.stacks, settings.tile_format)
         self.experts = experts_of(self.stacks, self.units)

@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from megatrain.head_gradients import HeadGradients
-from megatrain.head_rows import HeadRows, default_chunk_rows
-from megatrain.logit_transforms import Cast, Divide, Scale, Tanh, Transform
-
-__all__ = ["Cast", "Divide", "Scale", "Tanh", "Transform", "chunked_cross_entropy", "default_chunk_rows"]
+from megatrain.head_rows import HeadRows
+from megatrain.logit_transforms import Transform
 
 Reduction: TypeAlias = Literal["mean", "sum"]
+
 
 def chunked_cross_entropy(
     hidden: Tensor,

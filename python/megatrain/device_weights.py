@@ -4,6 +4,7 @@ outside the stacks."""
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -228,14 +229,21 @@ def weight_bytes(unit: Unit) -> int:
 
 
 def residences(plan: UnitPlan, placement: Placement) -> Iterator[tuple[Unit, Residence]]:
-    """Each unit and what of it stays on the device. Blocks count in the module's order."""
+    """Each unit and what of it stays on the device. Blocks count in the module's order. ValueError for a name outside
+    the stacks that there is not."""
+    known = {name for unit in plan.units if not unit.is_block for name in (unit.owner, unit.name)}
+    for name in placement.outside:
+        if name and name not in known:
+            near = get_close_matches(name, known, 1)
+            hint = f'; did you mean "{near[0]}"?' if near else ""
+            raise ValueError(f'placement.outside names "{name}", which owns no weights outside the stacks{hint}')
     index = 0
     for unit in plan.units:
         if unit.is_block:
             yield unit, placement.block(index).resident
             index += 1
         else:
-            yield unit, placement.residence(unit.name)
+            yield unit, placement.residence(unit.name if unit.name in placement.outside else unit.owner)
 
 
 class OutsideWeights:

@@ -1,4 +1,4 @@
-"""StreamedModel: the step as one would draw it."""
+"""StreamedModel: the face. A step, as one would draw it, is in passes.py."""
 
 from __future__ import annotations
 

@@ -205,12 +205,11 @@ class ForwardAndBack:
                 when_complete(unit)
         self._boundaries.clear()
 
-    def reaches(self, leaves: set[int]) -> bool:
-        """The way back can still bring gradients to one of these leaves (by id): a graph between blocks ends at
-        it, or a block takes it."""
-        tiles = {finished.block.unit.tile for finished in self._rounds}
-        if any(p.tile not in tiles for finished in self._rounds for _, p in finished.block.parameters):
-            return True  # blocks share weights that lie outside; which leaves that are does not matter here
+    def reaches(self, tile: int, leaves: set[int]) -> bool:
+        """The way back can still bring gradients to this unit outside the stacks, whose leaves (by id) these are: a
+        graph between blocks ends at one, or a block uses a weight of it."""
+        if any(p.tile == tile for finished in self._rounds for _, p in finished.block.parameters):
+            return True
         waiting = [boundary.edge.node for boundary in self._boundaries.values()]
         seen = set(waiting)
         while waiting:

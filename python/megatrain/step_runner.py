@@ -108,7 +108,7 @@ class StepRunner:
                 self._weights.uses = []
                 if last:
                     for unit in self._weights.outside_units():
-                        if not order.reaches(self._weights.outside[unit.tile].leaf_ids()):
+                        if not order.reaches(unit.tile, self._weights.outside[unit.tile].leaf_ids()):
                             complete(unit)
                 order.backward(sink, unit_of, complete if last else lambda unit: None)
                 self._backward_uses, self._weights.uses = self._weights.uses, []

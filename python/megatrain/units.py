@@ -48,6 +48,8 @@ class Unit:
     """The parameters of one tile."""
 
     name: str
+    owner: str
+    """Name of the block or module that they belong to."""
     tile: int
     is_block: bool
     parameters: tuple[TiledParameter, ...]
@@ -101,7 +103,12 @@ def plan_units(module: nn.Module, stacks: Sequence[Stack], tile_format: TileForm
     block_units: dict[str, Unit] = {}
 
     def add_unit(
-        unit_name: str, members: list[tuple[str, nn.Parameter]], *, is_block: bool, stays_fp32: bool = False
+        unit_name: str,
+        owner: str,
+        members: list[tuple[str, nn.Parameter]],
+        *,
+        is_block: bool,
+        stays_fp32: bool = False,
     ) -> Unit:
         layout = TileLayout(
             kept_format if stays_fp32 else tile_format,
@@ -114,7 +121,7 @@ def plan_units(module: nn.Module, stacks: Sequence[Stack], tile_format: TileForm
             )
             tiled[id(parameter)] = entry
             parameters.append(entry)
-        unit = Unit(unit_name, len(units), is_block, tuple(parameters), layout)
+        unit = Unit(unit_name, owner, len(units), is_block, tuple(parameters), layout)
         units.append(unit)
         return unit
 
@@ -127,7 +134,7 @@ def plan_units(module: nn.Module, stacks: Sequence[Stack], tile_format: TileForm
                 for key, parameter in owner.named_parameters()
                 if users[id(parameter)] == {module_name} and id(parameter) not in kept
             ]
-            block_units[module_name] = add_unit(module_name, members, is_block=True)
+            block_units[module_name] = add_unit(module_name, module_name, members, is_block=True)
         outside = {
             id(parameter): (prefix + key, parameter)
             for key, parameter in owner.named_parameters(recurse=False)
@@ -140,6 +147,6 @@ def plan_units(module: nn.Module, stacks: Sequence[Stack], tile_format: TileForm
             chosen = [member for key, member in outside.items() if (key in kept) == stays_fp32]
             if chosen:
                 name = f"{unit_name} (fp32)" if stays_fp32 else unit_name
-                add_unit(name, chosen, is_block=False, stays_fp32=stays_fp32)
+                add_unit(name, module_name, chosen, is_block=False, stays_fp32=stays_fp32)
     resolved = {name: tiled[id(parameter)] for name, parameter in names.items()}
     return UnitPlan(tuple(units), resolved, block_units)

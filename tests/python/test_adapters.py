@@ -8,6 +8,7 @@ from typing import Any
 import families
 import pytest
 import torch
+import transformers
 from case_models import assert_same_parameters, stream
 from families import FAMILIES, VOCABULARY, text_batch
 from resident import Resident
@@ -171,3 +172,14 @@ def test_prompts_are_learned_beside_other_calls() -> None:
         theirs = resident.module.eval().generate(**inputs, max_new_tokens=5, do_sample=False, pad_token_id=0)
         assert torch.equal(model.generate(**inputs, max_new_tokens=5, do_sample=False, pad_token_id=0), theirs)
         assert theirs.max() < VOCABULARY
+
+
+def test_an_adapter_of_a_bare_parameter_is_refused() -> None:
+    config = transformers.MixtralConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4,
+    )
+    adapter = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"])
+    module = peft.get_peft_model(transformers.MixtralForCausalLM(config), adapter)
+    with pytest.raises(megatrain.UnsupportedModelError, match=r"experts has a LoRA adapter on a bare parameter"):
+        stream(module)

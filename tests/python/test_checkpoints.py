@@ -26,6 +26,7 @@ from test_precision import MODES, assert_same_bits, every_mode, snapshot, stream
 import megatrain
 from megatrain import CheckpointError, Placement
 from megatrain.checkpoints import directory as on_disk
+from megatrain.checkpoints import model_state
 from megatrain.checkpoints.tile_file import sections
 
 LLAMA = FAMILIES[0]
@@ -80,6 +81,19 @@ def test_a_run_goes_on_to_the_bit(mode: dict[str, Any], tmp_path: Path) -> None:
     assert bits(resumed) == bits(model)
     steps = {name: resumed.optimizer.state[p]["step"].item() for name, p in resumed.named_parameters()}
     assert (steps["model.norm.weight"], steps["lm_head.weight"]) == (5, 6)
+
+
+def test_checkpoints_of_before_weights_could_stay_fp32(tmp_path: Path) -> None:
+    model = small()
+    train(model, 0, 1)
+    state = model_state.capture(model, None)
+    for tile in state["model"]["tiles"]:
+        for entry in tile["parameters"]:
+            del entry["stays_fp32"]
+    model_state.require_fit(state, model, tmp_path)
+    state["model"]["tiles"][1]["parameters"][0]["stays_fp32"] = True
+    with pytest.raises(CheckpointError, match=r"stays_fp32 of .* is True in the checkpoint and False"):
+        model_state.require_fit(state, model, tmp_path)
 
 
 def test_both_halves_and_the_moments_codes_are_in_the_files(tmp_path: Path) -> None:

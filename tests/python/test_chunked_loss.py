@@ -11,15 +11,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megatrain import head_gradients, head_rows
-from megatrain.chunked_loss import (
-    Cast,
-    Divide,
-    Scale,
-    Tanh,
-    Transform,
-    chunked_cross_entropy,
-    default_chunk_rows,
-)
+from megatrain.chunked_loss import chunked_cross_entropy
+from megatrain.head_rows import default_chunk_rows
+from megatrain.logit_transforms import Cast, Divide, Scale, Tanh, Transform
 
 SOFT_CAP = (Divide(3.0), Tanh(), Scale(3.0))
 TOLERANCES = {torch.float32: (1e-6, 3e-6), torch.bfloat16: (1e-2, 3e-2), torch.float64: (1e-13, 1e-13)}

@@ -127,8 +127,51 @@ def test_saved_and_loaded_in_fp32(tmp_path: Path) -> None:
     for name, value in exact.items():
         assert torch.equal(loaded.get_parameter(name), value), name
         assert torch.equal(again.state_dict()[name], value), name
-        assert torch.equal(torch.cat(list(saved.pieces(name))).view(value.shape), value), name
+        assert torch.equal(torch.cat(list(saved.pieces(name, 0, value.numel()))).view(value.shape), value), name
         assert model.state_dict(dtype=torch.bfloat16)[name].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_a_router_that_an_adapter_trains_stays_fp32(name: str, tmp_path: Path) -> None:
+    """PEFT makes a copy of it to be trained, buffers included."""
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["o_proj"], modules_to_save=["gate"], task_type="CAUSAL_LM")
+    module = peft.get_peft_model(row(name).build(), config)
+    routers = [each for each, _ in module.named_parameters() if ".gate." in each]
+    assert any(".modules_to_save." in each for each in routers)
+    model = streamed(module)
+    kept_ones = {p.name for p in model._parts.units.parameters if p.stays_fp32}
+    assert kept_ones == {each for each in routers if "lora" not in each}
+    before = {each: value.clone() for each, value in model.state_dict().items() if each in routers}
+    model.step(row(name).batches())
+    moved = {each for each, value in model.state_dict().items() if each in routers and not value.equal(before[each])}
+    assert moved == {each for each in routers if ".modules_to_save." in each}
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(row(name).build(), tmp_path)
+    for each, value in again.state_dict().items():
+        if ".modules_to_save." in each:
+            assert torch.equal(value.float(), model.state_dict()[each].float()), each
+
+
+def test_units_outside_the_stacks_are_complete_before_the_blocks() -> None:
+    """Blocks use the fp32 routers, which lie outside, but not the norm and the head."""
+    model = streamed(row("deepseek_v3").build(), max_grad_norm=None, skip_nonfinite=False)
+    model.step(row("deepseek_v3").batches())
+    names: list[str] = []
+    complete = model._parts.updates.complete
+    model._parts.updates.complete = lambda unit: names.append(unit.name) or complete(unit)  # type: ignore[method-assign,func-returns-value]
+    model.step(row("deepseek_v3").batches())
+    first_block = next(index for index, name in enumerate(names) if name in model._parts.units.block_units)
+    assert {"model.norm", "lm_head"} <= set(names[:first_block])
+
+
+def test_places_are_given_by_the_module_that_owns_the_weights() -> None:
+    found = row("deepseek_v2")
+    module = found.build()
+    owner = kept(module, NAMES["deepseek_v2"])[0].rpartition(".")[0]
+    model = streamed(module, placement=Placement(outside={owner: "all"}))
+    resident = {unit.name for unit in model.units if unit.tile in model._parts.weights.resident}
+    assert resident == {f"{owner} (fp32)"}
 
 
 def test_fp32_weights_have_one_format() -> None:

@@ -216,6 +216,11 @@ def test_spread_names_what_is_out_of_range() -> None:
     assert placement.residence("anything") == "all"
 
 
+def test_places_for_what_is_not_there_are_refused() -> None:
+    with pytest.raises(ValueError, match=r'names "model.norms", which owns no weights.*did you mean "model.norm"'):
+        run(FAMILIES[0], megatrain.HostBackend(), Placement(outside={"model.norms": "all"}))
+
+
 def test_another_placement_between_steps_changes_nothing(device: object, torch_device: str) -> None:
     def train(placements: list[Placement]) -> dict[str, torch.Tensor]:
         model = megatrain.StreamedModel(

@@ -90,9 +90,10 @@ def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[s
     yield from _other_names("parameter", saved_parameters, own_parameters)
     for name, (place, entry) in saved_parameters.items():
         own_place, own_entry = own_parameters[name]
-        for key, word in (("shape", "shape"), ("trainable", "trainable")):
-            if entry[key] != own_entry[key]:
-                yield f"{word} of {name} is {entry[key]} in the checkpoint and {own_entry[key]} in the model"
+        for key in ("shape", "trainable", "stays_fp32"):
+            theirs = entry.get(key, False)  # of the time when none stayed fp32
+            if theirs != own_entry[key]:
+                yield f"{key} of {name} is {theirs} in the checkpoint and {own_entry[key]} in the model"
         if (place, entry["offset"]) != (own_place, own_entry["offset"]):
             yield f"{name} lies elsewhere: in {place} of the checkpoint and in {own_place} of the model"
     if saved["ties"] != own["ties"]:
@@ -102,8 +103,12 @@ def _differences(saved: Mapping[str, Any], own: Mapping[str, Any]) -> Iterator[s
     for name, entry in saved["buffers"].items():
         if entry != own["buffers"][name]:
             yield f"buffer {name} is {entry} in the checkpoint and {own['buffers'][name]} in the model"
-    if saved["tiles"] != own["tiles"]:
+    if _layout(saved) != _layout(own):
         yield "its tiles are laid out otherwise"
+
+
+def _layout(description: Mapping[str, Any]) -> list[Any]:
+    return [(tile["unit"], tile["sections"], [p["name"] for p in tile["parameters"]]) for tile in description["tiles"]]
 
 
 def _parameters(description: Mapping[str, Any]) -> dict[str, tuple[str, Mapping[str, Any]]]:

@@ -64,7 +64,11 @@ def _names_for_peft(module: nn.Module, adapter: str) -> dict[str, str]:
     """PEFT's own renaming, asked with stand-ins in place of the values."""
     from peft import get_peft_model_state_dict
 
-    stand_ins = {name: torch.empty(p.shape, device="meta") for name, p in module.named_parameters()}
+    values = dict(module.named_parameters())
+    tied = dict(module.named_parameters(remove_duplicate=False))
+    values |= {name: buffer for name, buffer in module.state_dict(keep_vars=True).items() if name not in tied}
+    tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+    stand_ins = {name: torch.empty(value.shape, device="meta") for name, value in tensors.items()}
     by_identity = {id(value): name for name, value in stand_ins.items()}
     saved = get_peft_model_state_dict(module, stand_ins, adapter_name=adapter, save_embedding_layers=False)
     return {name: by_identity[id(value)] for name, value in saved.items()}

@@ -186,4 +186,5 @@ def placement_json(placement: Placement, blocks: int) -> dict[str, Any]:
             for first, last, place in runs(placement, blocks)
         ],
         "outside": dict(placement.outside),
+        "experts": placement.experts,
     }

@@ -7,7 +7,7 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict
 
-from megatrain.placement import Keep, Order, Residence, Side
+from megatrain.placement import ExpertsWay, Keep, Order, Residence, Side
 from megatrain.planner import Hardware
 
 PLAN, ACHIEVED, TRACE = "plan.json", "achieved.json", "trace.json"
@@ -62,6 +62,8 @@ class PlacementRecord(Record):
     order: Order
     blocks: list[BlocksRecord]
     outside: dict[str, Residence]
+    experts: ExpertsWay = "auto"
+    """Files from before there was a choice do not say."""
 
 
 class Predicted(Record):
