@@ -29,6 +29,7 @@ from megatrain.self_check import buffers_kept, tiny_batch
 from megatrain.settings import Settings, chosen_isa
 from megatrain.step_runner import StepRunner
 from megatrain.surroundings import Surroundings
+from megatrain.switches import reach_parameters
 from megatrain.takeover import (
     Router,
     check_overlaps,
@@ -148,6 +149,7 @@ class Parts:
         refuse_state_dict(module)
         self.updates.hook_outside()
         reach_adapters(module, self.blocks, self.router, self.face.by_name)
+        reach_parameters(module, self.blocks, units.names, self.face.by_name)
         self.surroundings = Surroundings(module, device, compiled, self._outside_version)
         self.runner = BlockRunner(BlockCaller(compiled), device, self.face.is_trainable)
         self.steps = StepRunner(

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from megatrain._native import Engine
     from megatrain.blocks import Block
     from megatrain.experts import BlockExperts
+    from megatrain.face import ParameterFace
     from megatrain.placement import Placement, Residence
     from megatrain.units import TiledParameter, Unit, UnitPlan
 
@@ -256,6 +257,8 @@ class OutsideWeights:
         self._leaves = tuple(
             nn.Parameter(view, requires_grad=p.trainable) for view, p in zip(views, unit.parameters, strict=True)
         )
+        self._switched = [parameter.trainable for parameter in unit.parameters]
+        """`requires_grad` of the leaves as it was set here."""
         self._slot: int | None = None
         self._version = -1
 
@@ -272,6 +275,19 @@ class OutsideWeights:
     def leaves(self) -> Iterator[tuple[TiledParameter, nn.Parameter]]:
         """Without fetching anything."""
         return zip(self.unit.parameters, self._leaves, strict=True)
+
+    def follow(self, faces: ParameterFace) -> list[str]:
+        """Give the leaves the `requires_grad` of the faces. Where somebody has switched a leaf, as the module
+        hands it out, the face follows it instead; returns the names of these."""
+        others = []
+        for index, (parameter, leaf) in enumerate(self.leaves()):
+            face = faces.by_name[parameter.name]
+            if leaf.requires_grad != self._switched[index] and leaf.requires_grad != face.requires_grad:
+                face.requires_grad_(leaf.requires_grad)
+                others.append(parameter.name)
+            self._switched[index] = faces.is_trainable(parameter)
+            leaf.requires_grad_(self._switched[index])
+        return others
 
     def leaf_ids(self) -> set[int]:
         """Of the leaves, as autograd's graph holds them."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -194,9 +195,14 @@ class Passes:
                 "or leave autocast"
             )
         parts.face.take_over_edits()
-        for outside in parts.weights.outside.values():
-            for parameter, leaf in outside.leaves():
-                leaf.requires_grad_(parts.face.is_trainable(parameter))
+        switched = [name for outside in parts.weights.outside.values() for name in outside.follow(parts.face)]
+        if switched:
+            warnings.warn(
+                f"requires_grad of {len(switched)} parameters was changed on the module's own, the first "
+                f"{switched[0]}, and those of blocks are not among them: use model.parameters(), or requires_grad_() "
+                "of a module",
+                stacklevel=4,
+            )
         if batch is not None:
             self.check(batch)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
+
+import torch
 
 ParameterGroups = Sequence[Mapping[str, Any]]
 
@@ -23,6 +25,10 @@ class _Settings:
 
     def __post_init__(self) -> None:
         check_hyperparameters(self.defaults)
+        if self.params is not None:
+            object.__setattr__(self, "params", _groups(self.params))
+            for group in self.params:
+                check_hyperparameters(self.defaults | {n: group[n] for n in self.hyperparameters if n in group})
 
     @property
     def defaults(self) -> dict[str, Any]:
@@ -35,7 +41,8 @@ class AdamW(_Settings):
     """AdamW with decoupled weight decay, as torch.optim.AdamW (Loshchilov and Hutter, 2017).
 
     `params`: parameter groups as torch takes them, each a mapping with "params" (parameters of the
-    module as it was before it was streamed, or their names) and any of lr, betas, eps, weight_decay.
+    module as it was before it was streamed, or their names) and any of lr, betas, eps, weight_decay;
+    or parameters, which are one group.
     With None, weights are in one group and biases and norms, which do not decay, in a second one, as
     in Hugging Face's Trainer (see `megatrain.decay`).
     `decay_biases_and_norms`: one group of every trainable parameter instead, as torch.optim.AdamW makes of
@@ -69,6 +76,20 @@ class Lion(_Settings):
 
 
 Optimizer: TypeAlias = AdamW | Lion
+
+
+def _groups(params: Iterable[Any]) -> tuple[dict[str, Any], ...]:
+    """As torch takes them: groups, or parameters, which are one; the members of a group may be one alone."""
+    entries = list(params)
+    if not any(isinstance(entry, Mapping) for entry in entries):
+        entries = [{"params": entries}]
+    groups = []
+    for number, entry in enumerate(entries):
+        if not isinstance(entry, Mapping) or "params" not in entry:
+            raise ValueError(f'parameter group {number} is a {type(entry).__name__}, not a mapping with "params"')
+        members = entry["params"]
+        groups.append({**entry, "params": [members] if isinstance(members, torch.Tensor | str) else list(members)})
+    return tuple(groups)
 
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:

@@ -183,3 +183,30 @@ def test_an_adapter_of_a_bare_parameter_is_refused() -> None:
     module = peft.get_peft_model(transformers.MixtralForCausalLM(config), adapter)
     with pytest.raises(megatrain.UnsupportedModelError, match=r"experts has a LoRA adapter on a bare parameter"):
         stream(module)
+
+
+def test_modules_switch_what_is_below_them() -> None:
+    """requires_grad_() of the module, of a block, of a layer in one and of what lies outside of blocks."""
+    model = stream(families.build(LLAMA))
+    module: Any = model.module
+    batch = text_batch(1)
+
+    def moved() -> set[str]:
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        model.step(batch)
+        return {name for name, value in model.state_dict().items() if not value.equal(before[name])}
+
+    everything = set(dict(model.named_parameters()))
+    assert moved() == everything
+    module.requires_grad_(False)
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+    module.model.layers[1].requires_grad_()
+    module.model.layers[2].self_attn.requires_grad_()
+    module.lm_head.requires_grad_()
+    on = {n for n in everything if "layers.1." in n or "layers.2.self_attn" in n or n == "lm_head.weight"}
+    assert moved() == on
+    module.lm_head.weight.requires_grad_(False)
+    with pytest.warns(UserWarning, match=r"the first lm_head.weight, and those of blocks"):
+        assert moved() == on - {"lm_head.weight"}
+    module.requires_grad_()
+    assert moved() == everything

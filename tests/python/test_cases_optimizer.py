@@ -286,3 +286,17 @@ def test_updates_too_small_for_bf16_are_kept() -> None:
         if name.endswith("norm.weight"):
             # A step of 1e-5 never moves a bf16 weight of 1.0, whose neighbours are 4e-3 and 8e-3 away.
             assert float((state[name] != 1.0).float().mean()) > 0.9, name
+
+
+def test_parameters_without_groups_are_one_group() -> None:
+    module = families.build(FAMILIES[0])
+    optimizer = megatrain.AdamW(lr=2e-4, params=list(module.parameters()))  # type: ignore[arg-type]
+    (group,) = stream(module, optimizer=optimizer, self_check=False).optimizer.param_groups
+    assert (len(group["params"]), group["lr"]) == (len(list(families.build(FAMILIES[0]).parameters())), 2e-4)
+
+
+def test_groups_are_checked_when_they_are_given() -> None:
+    with pytest.raises(ValueError, match=r"lr is -1.0"):
+        megatrain.AdamW(params=[{"params": ["lm_head.weight"], "lr": -1.0}])
+    with pytest.raises(ValueError, match=r'parameter group 1 is a dict, not a mapping with "params"'):
+        megatrain.Lion(params=[{"params": []}, {"lr": 1e-3}])
