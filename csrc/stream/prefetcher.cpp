@@ -203,10 +203,11 @@ void Prefetcher::bring(int index, const std::vector<int>& parts, StreamView stre
   Slot& slot = slots_[index];
   const WeightParts& split = split_at(slot.tile).parts;
   split.ranges(false, parts);  // throws for one that does not exist
+  std::vector<bool> there = slot.parts;
   std::vector<int> missing;
   for (const int part : parts) {
-    if (slot.parts[static_cast<std::size_t>(part)]) continue;
-    slot.parts[static_cast<std::size_t>(part)] = true;
+    if (there[static_cast<std::size_t>(part)]) continue;
+    there[static_cast<std::size_t>(part)] = true;
     missing.push_back(part);
   }
   if (missing.empty()) return;
@@ -216,6 +217,7 @@ void Prefetcher::bring(int index, const std::vector<int>& parts, StreamView stre
     throw CallerError("tile " + std::to_string(tile) + " was updated or edited while slot " +
                       std::to_string(index) + " was in use; its parts would be of two versions");
   }
+  slot.parts = std::move(there);
   lock.unlock();
   // An acquired slot is not filled again, and only the caller, who is here, changes its parts.
   try {

@@ -163,9 +163,11 @@ TEST(Parts, RefuseWhatCannotBe) {
   const int slot = engine.acquire(1, {});
   EXPECT_EQ(refused([&] { engine.bring(slot, {-1}, {}); }), "part -1 of a tile with 4 parts");
   engine.mark_edited(1);
-  EXPECT_EQ(refused([&] { engine.bring(slot, {0}, {}); }),
-            "tile 1 was updated or edited while slot " + std::to_string(slot) +
-                " was in use; its parts would be of two versions");
+  for (int attempt = 0; attempt < 2; ++attempt) {  // what was refused is still not there
+    EXPECT_EQ(refused([&] { engine.bring(slot, {0}, {}); }),
+              "tile 1 was updated or edited while slot " + std::to_string(slot) +
+                  " was in use; its parts would be of two versions");
+  }
   engine.release(slot, {});
   testing::SmallEngine small(plain(), 2, 1);
   EXPECT_EQ(refused([&] { small.engine->want(0, {}); }), "tile 0 is not split");
