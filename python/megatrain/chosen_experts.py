@@ -27,12 +27,17 @@ class ExpertsChoice(NamedTuple):
 
 class ExpertsUse:
     """One stay of a block's weights on the device. bring: makes parts arrive, by their numbers; None where all are
-    there. counts: which experts get tokens is asked for."""
+    there. counts_on: the device, where it is asked for which experts get tokens."""
 
-    def __init__(self, experts: BlockExperts, bring: Callable[[Sequence[int]], None] | None, counts: bool) -> None:
+    def __init__(
+        self,
+        experts: BlockExperts,
+        bring: Callable[[Sequence[int]], None] | None,
+        counts_on: torch.device | None = None,
+    ) -> None:
         self._experts = experts
         self._bring = bring
-        self._counts = counts
+        self._counts_on = counts_on
         self._parts: set[int] = set()
         self._used: torch.Tensor | None = None
         self._rows_given = 0
@@ -55,11 +60,7 @@ class ExpertsUse:
         """The experts modules say what was chosen. Where nobody asks they do not, and a compiled block stays in one
         piece."""
         for gate in self._experts.gates:
-            gate.use = self if on else None
-            if on:
-                gate.module.__dict__["forward"] = gate.forward
-            else:
-                gate.module.__dict__.pop("forward", None)
+            gate.listen(self if on else None)
 
     def _bring_all(self) -> None:
         if self._bring is not None:
@@ -71,9 +72,14 @@ class ExpertsUse:
         self._parts, self._used, self._rows_routed = set(), None, 0
         wide = next((tensor for tensor in given if tensor.is_floating_point() and tensor.dim() > 1), None)
         self._rows_given = 0 if wide is None else wide.numel() // max(wide.shape[-1], 1)
-        if self._experts.whole_for(self._rows_given):
+        replaced = self._experts.replaced()
+        if replaced or self._experts.whole_for(self._rows_given):
             self._bring_all()
-        self._listen(self._bring is not None or self._counts)
+        if self._counts_on is not None:
+            self._used = torch.zeros(self._experts.count, dtype=torch.bool, device=self._counts_on)
+            for gate in replaced:
+                self._used[gate.first_part : gate.first_part + gate.form.count] = True
+        self._listen(self._bring is not None or self._counts_on is not None)
 
     def choose(self, gate: Gate, index: torch.Tensor) -> None:
         """The router's choice is known: bring it. index: (tokens, top k), numbers of experts; one that no expert
@@ -84,9 +90,7 @@ class ExpertsUse:
         with torch.no_grad():
             used = torch.zeros(count + 1, dtype=torch.bool, device=index.device)
             used[index.detach().reshape(-1).clamp(-1, count)] = True
-        if self._counts:
-            if self._used is None:
-                self._used = torch.zeros(self._experts.count, dtype=torch.bool, device=index.device)
+        if self._used is not None:
             self._used[gate.first_part : gate.first_part + count].logical_or_(used[:count])
         if self._bring is None:
             return
@@ -108,7 +112,7 @@ class ExpertsUse:
     def again(self, choice: ExpertsChoice) -> None:
         """The backward of a call begins: what its forward read is there."""
         self.back = True
-        if choice.parts is None:
+        if choice.parts is None or self._experts.replaced():
             self._bring_all()
         elif self._bring is not None:
             self._bring(sorted(choice.parts))

@@ -168,16 +168,17 @@ class DeviceWeights:
         experts = self.experts.get(unit.tile)
         if experts is None:
             return None
+        counts_on = self.device if self._counts_experts else None
         if slot == -1:
-            return ExpertsUse(experts, None, self._counts_experts)
+            return ExpertsUse(experts, None, counts_on)
 
         def bring(parts: Sequence[int]) -> None:
             self.engine.bring(slot, list(parts), stream_handle(self.device))
 
         if experts.whole:
             bring(range(experts.count))  # nothing to do where they went up with the rest
-            return ExpertsUse(experts, None, self._counts_experts)
-        return ExpertsUse(experts, bring, self._counts_experts)
+            return ExpertsUse(experts, None, counts_on)
+        return ExpertsUse(experts, bring, counts_on)
 
     def acquire(self, tile: int) -> int:
         """The tile's weights are there for work queued from now on: in this slot, or (-1) resident."""

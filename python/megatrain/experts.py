@@ -97,6 +97,18 @@ class Gate:
         # One object for ever: compiled graphs are found by it.
         self.forward = partial(_forward_through, self)
 
+    def replaced(self) -> bool:
+        """The module was given a forward of somebody else's meanwhile, which may read any expert."""
+        return vars(self.module).get("forward", self.forward) is not self.forward
+
+    def listen(self, use: ExpertsUse | None) -> None:
+        """Calls of the module tell `use`, or nobody, what was chosen. A replaced forward stays as it is."""
+        self.use = None if self.replaced() else use
+        if self.use is not None:
+            vars(self.module)["forward"] = self.forward
+        elif not self.replaced():
+            vars(self.module).pop("forward", None)
+
     @property
     def parts(self) -> range:
         return range(self.first_part, self.first_part + self.form.count)
@@ -141,6 +153,9 @@ class BlockExperts:
             for expert, part in enumerate(gate.parts):
                 found[part].append((begin + expert * size, begin + (expert + 1) * size))
         return found
+
+    def replaced(self) -> list[Gate]:
+        return [gate for gate in self.gates if gate.replaced()]
 
     def follow(self, way: ExpertsWay) -> list[int]:
         """From now on; the parts that are wanted ahead."""

@@ -287,6 +287,47 @@ def test_what_is_not_chosen_is_not_there(monkeypatch: pytest.MonkeyPatch) -> Non
     model.close()
 
 
+def read_all(layers: Any) -> None:
+    """Give the experts modules of the layers forwards that read every expert."""
+    for layer in layers:
+        experts = layer.mlp.experts
+        experts.forward = lambda *given, own=experts.forward, it=experts: own(*given) + it.down_proj.square().sum()
+
+
+@pytest.mark.parametrize("way", ["selected", "whole", "auto"])
+def test_a_forward_put_on_experts_stays_and_has_all_of_them(way: Any) -> None:
+    module = forced()
+    resident = Resident(module, max_grad_norm=None, **HYPERPARAMETERS)
+    model = stream(module, placement=Placement(experts=way), skip_idle_experts=True)
+    skeletons = [block.skeleton for block in model._parts.blocks]
+    before = model.evaluate([text_batch(0)]).loss
+    read_all(skeletons)
+    read_all(resident.module.model.layers)
+    put = [block.mlp.experts.forward for block in skeletons]
+    for step in range(2):  # every expert counts as one that got tokens, so it is torch's update
+        expected = resident.step([text_batch(step)])[0]
+        assert model.step([text_batch(step)]).loss == pytest.approx(expected, rel=3e-6) != pytest.approx(before)
+    assert [vars(block.mlp.experts).get("forward") for block in skeletons] == put
+    state = model.state_dict()
+    for name, parameter in resident.module.named_parameters():
+        assert_close(state[name], parameter, 1e-5, name)
+    for block in skeletons:
+        del block.mlp.experts.forward
+    with torch.no_grad():
+        model.evaluate([text_batch(0)])
+    assert not any("forward" in vars(block.mlp.experts) for block in skeletons)
+    model.close()
+
+
+def test_a_forward_put_on_experts_before_the_backward_has_all_of_them() -> None:
+    model = stream(forced(), slots=1)
+    loss = model(**text_batch(0)).loss
+    read_all(block.skeleton for block in model._parts.blocks)
+    loss.backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+    model.close()
+
+
 # the choice between the two
 
 
@@ -302,7 +343,9 @@ def test_auto_follows_the_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     copied_up(model)
     model.step([text_batch(1)])
     bytes_up = copied_up(model)
-    assert all(bytes_up[found.unit.tile] % sum(bytes_of(found)) == 0 for found in experts)
+    for found in experts:
+        assert bytes_up[found.unit.tile] > 0
+        assert bytes_up[found.unit.tile] % sum(bytes_of(found)) == 0
     with torch.no_grad():
         for _ in range(2):
             model(input_ids=torch.tensor([[5]]))
@@ -381,7 +424,7 @@ def test_an_implementation_that_changes_later_reads_all() -> None:
     module.config._experts_implementation_internal = "deepgemm"
     choice: list[int] = []
     experts = next(iter(model._parts.weights.experts.values()))
-    use = ExpertsUse(experts, choice.extend, False)
+    use = ExpertsUse(experts, choice.extend)
     use.begin([])
     use.choose(experts.gates[0], torch.tensor([[0, 1]]))
     assert choice == list(range(8))
