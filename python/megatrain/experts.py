@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from megatrain.units import TiledParameter, Unit, UnitPlan
 
 SHARED_FORWARDS = "transformers.integrations.moe"
-"""Where the forward comes from that calls the implementation of experts which the configuration names."""
+"""Where the forward comes from that calls the implementation of experts which the configuration names, and where
+transformers' own implementations are."""
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm")
 """Those that read no weight of an expert without tokens; so does each class of transformers' own, "eager"."""
 DOMINANT_SHARE = 0.5
@@ -55,7 +56,7 @@ class ExpertsForm:
 def form_of(module: Any) -> ExpertsForm | str | None:
     """Of a module that can be streamed expert by expert; else why not, or None if it does not hold experts."""
     name = type(module).__name__
-    own = getattr(type(module).forward, "__globals__", {}).get("__name__") != SHARED_FORWARDS
+    own = home_of(type(module).forward) != SHARED_FORWARDS
     if own or "forward" in vars(module) or getattr(module, "_is_expert_parallel", False):
         if not name.endswith("Experts"):
             return None
@@ -76,10 +77,22 @@ def form_of(module: Any) -> ExpertsForm | str | None:
 
 def leaves_idle_alone(module: Any) -> bool:
     """Its implementation now reads no weight of an expert without tokens."""
+    forward = type(module).forward
+    if home_of(forward) != SHARED_FORWARDS:  # given to the class meanwhile
+        return False
     implementation = getattr(module.config, "_experts_implementation", None)
-    if implementation in (None, "eager"):  # the class's own forward
-        return type(module).__module__.startswith("transformers.models.")
-    return implementation in IMPLEMENTATIONS
+    registry = inspect.getclosurevars(forward).nonlocals.get("experts_interface")
+    if registry is None:
+        return False
+    registered = registry.get(implementation, None)  # anybody can register one under any name, "eager" included
+    if registered is None:  # the class's own forward
+        return implementation in (None, "eager") and type(module).__module__.startswith("transformers.models.")
+    return implementation in IMPLEMENTATIONS and home_of(registered) == SHARED_FORWARDS
+
+
+def home_of(function: object) -> str | None:
+    """The module whose code it is, whatever a decorator says."""
+    return getattr(function, "__globals__", {}).get("__name__")
 
 
 class Gate:

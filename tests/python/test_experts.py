@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from functools import cache
+from functools import cache, wraps
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from family_zoo import LATENT, Batch, causal
 from resident import Resident, assert_close
 from test_family_zoo import NOISE, plain_backward
 from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 
 import megatrain
@@ -429,6 +430,27 @@ def test_an_implementation_that_changes_later_reads_all() -> None:
     use.choose(experts.gates[0], torch.tensor([[0, 1]]))
     assert choice == list(range(8))
     model.close()
+
+
+def dense(module: Any, hidden_states: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """An implementation that multiplies by every expert."""
+    shares = torch.zeros(len(hidden_states), module.num_experts, dtype=weights.dtype).scatter_add(1, index, weights)
+    inside = module._apply_gate(torch.einsum("th,eih->tei", hidden_states, module.gate_up_proj))
+    return torch.einsum("tei,ehi,te->th", inside, module.down_proj, shares)
+
+
+@pytest.mark.parametrize("name", ["grouped_mm", "eager"])
+def test_an_implementation_registered_under_a_known_name_reads_all(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = ROWS["mixtral"].build()
+    module.set_experts_implementation(name)
+    expected = float(module(**few_tokens(0)[0]).loss.detach())
+    late = stream(ROWS["mixtral"].build())
+    late.module.set_experts_implementation(name)
+    monkeypatch.setitem(ALL_EXPERTS_FUNCTIONS._global_mapping, name, wraps(grouped_mm_experts_forward)(dense))
+    assert ways_of(module) == [f"MixtralExperts runs as {name}, which may read experts without tokens"]
+    for model in (late, stream(module)):
+        assert model.evaluate(few_tokens(0)[:1]).loss == pytest.approx(expected, rel=3e-6)
+        model.close()
 
 
 def test_compiled_blocks_are_cut_at_their_experts(monkeypatch: pytest.MonkeyPatch) -> None:
