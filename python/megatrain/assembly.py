@@ -80,7 +80,7 @@ class Discovery:
         self.units: UnitPlan = plan_units(module, self.stacks, settings.tile_format)
         self.experts = experts_of(self.stacks, self.units)
         if settings.skip_idle_experts:
-            require_skippable(self.experts.values(), settings.moments)
+            require_skippable(module, self.experts.values(), settings.moments)
         self.undecayed = biases_and_norms(module)
         require_memory(self.units, settings, backend)
 

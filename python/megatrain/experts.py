@@ -58,7 +58,7 @@ def form_of(module: Any) -> ExpertsForm | str | None:
     name = type(module).__name__
     own = home_of(type(module).forward) != SHARED_FORWARDS
     if own or "forward" in vars(module) or getattr(module, "_is_expert_parallel", False):
-        if not name.endswith("Experts"):
+        if not any(kind.__name__.endswith("Experts") for kind in type(module).__mro__):
             return None
         return f"{name} is not called with the router's choice in the form that transformers' implementations share"
     if not leaves_idle_alone(module):
@@ -235,9 +235,11 @@ def experts_of(stacks: Iterable[Stack], units: UnitPlan) -> dict[int, BlockExper
     return found
 
 
-def require_skippable(experts: Iterable[BlockExperts], moments: str) -> None:
-    """UnsupportedModelError where idle experts cannot be told from others, or not be left out of an update."""
+def require_skippable(module: nn.Module, experts: Iterable[BlockExperts], moments: str) -> None:
+    """UnsupportedModelError where idle experts cannot be told from others, or not be left out of an update. experts:
+    those found in the module's blocks."""
     found = list(experts)
+    _require_all_found(module, {id(gate.module) for block in found for gate in block.gates})
     if not found:
         raise UnsupportedModelError(
             "skip_idle_experts=True, but no block has experts that can be streamed by the router's choice; "
@@ -252,6 +254,19 @@ def require_skippable(experts: Iterable[BlockExperts], moments: str) -> None:
                     f"skip_idle_experts=True, but an expert of {parameter.name} has {elements} elements; with "
                     f"moments={moments!r} they must be a multiple of {unit}"
                 )
+
+
+def _require_all_found(module: nn.Module, found: set[int]) -> None:
+    """found: ids of the experts modules that say which experts get tokens."""
+    for name, inner in module.named_modules():
+        form = form_of(inner)
+        if form is None or id(inner) in found or not any(p.requires_grad for p in inner.parameters(recurse=False)):
+            continue
+        reason = form if isinstance(form, str) else f"the tensors of {type(inner).__name__} are not one block's alone"
+        raise UnsupportedModelError(
+            f"skip_idle_experts=True, but which experts of {name or 'the module'} get tokens is not known: {reason}; "
+            "freeze them or train without the option"
+        )
 
 
 def ways_of(module: nn.Module) -> list[str]:

@@ -501,7 +501,8 @@ def test_other_modules_of_experts_say_why() -> None:
     reason = form_of(TwoExperts())
     assert isinstance(reason, str) and reason.startswith("TwoExperts is not called with the router's choice")
     assert form_of(nn.Linear(2, 2)) is None
-    assert form_of(OwnForward(config)) is None
+    reason = form_of(OwnForward(config))
+    assert isinstance(reason, str) and reason.startswith("OwnForward is not called with the router's choice")
     assert not isinstance(form_of(MixtralExperts(config)), str)
     assert not isinstance(form_of(OwnExperts(config)), str)
     config._experts_implementation_internal = "eager"
@@ -698,3 +699,32 @@ def test_skipping_is_refused_where_it_cannot_be() -> None:
             stream(forced(), skip_idle_experts=True)
     with pytest.raises(megatrain.UnsupportedModelError, match="with moments='int8' they must be a multiple of 128"):
         stream(forced(hidden_size=20, intermediate_size=20), skip_idle_experts=True, moments="int8")
+
+
+def refusal_to_skip(module: nn.Module) -> str:
+    with pytest.raises(megatrain.UnsupportedModelError, match="True, but which experts of ") as caught:
+        stream(module, skip_idle_experts=True)
+    return str(caught.value)
+
+
+def test_skipping_is_refused_where_some_experts_do_not_say_who_got_tokens() -> None:
+    """Even in one block, unless its experts are frozen."""
+    module = forced()
+    experts = module.model.layers[1].mlp.experts
+    experts.__class__ = OwnForward
+    message = refusal_to_skip(module)
+    assert "model.layers.1.mlp.experts get tokens is not known: OwnForward is not called with the router" in message
+    experts.requires_grad_(False)
+    stream(module, skip_idle_experts=True).close()
+
+    module = forced()
+    read_all(module.model.layers[2:])
+    assert "model.layers.2.mlp.experts get tokens is not known: MixtralExperts is not called" in refusal_to_skip(module)
+
+    module = forced()
+    module.model.layers[2].mlp.experts.down_proj = module.model.layers[1].mlp.experts.down_proj
+    assert "the tensors of MixtralExperts are not one block's alone" in refusal_to_skip(module)
+
+    module = forced()
+    module.model.apart = MixtralExperts(module.config)
+    assert "experts of model.apart get tokens" in refusal_to_skip(module)
