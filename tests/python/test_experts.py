@@ -16,7 +16,7 @@ from resident import Resident, assert_close
 from test_family_zoo import NOISE, plain_backward
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
-from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralSparseMoeBlock, MixtralTopKRouter
 
 import megatrain
 from megatrain import BlockPlacement, Placement
@@ -160,6 +160,70 @@ def test_each_backward_has_the_experts_of_its_forward(keep: Any) -> None:
         model.close()
     for name, gradient in gradients[0].items():
         assert torch.equal(gradient, gradients[1][name]), name
+
+
+class TwoInOneBlock(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(config.hidden_size)
+        self.first, self.second = MixtralSparseMoeBlock(config), MixtralSparseMoeBlock(config)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        hidden = hidden + self.first(self.norm(hidden))
+        return hidden + self.second(hidden)
+
+
+class CalledAgain(nn.Module):
+    """Blocks of two experts modules, all of which are called `rounds` times."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        config = ROWS["mixtral"].make().config
+        self.embedding = nn.Embedding(64, config.hidden_size)
+        self.layers = nn.ModuleList(TwoInOneBlock(config) for _ in range(2))
+        self.head = nn.Linear(config.hidden_size, 64)
+        self.rounds = rounds
+        for seed, parameter in enumerate(self.parameters()):
+            nn.init.normal_(parameter, std=0.2, generator=torch.Generator().manual_seed(seed))
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.embedding(input_ids)
+        for _ in range(self.rounds):
+            for layer in self.layers:
+                hidden = layer(hidden)
+        return dict(loss=nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()))
+
+
+@pytest.mark.parametrize(
+    ("rounds", "keep", "order"),
+    [(1, "inputs", "layer-major"), (2, "everything", "layer-major"), (2, "selected", "micro-batch-major")],
+)
+def test_two_experts_modules_in_blocks_called_again(rounds: int, keep: Any, order: Any) -> None:
+    """Gradients are the resident module's; two steps with skipped experts have the bits of whole blocks."""
+
+    def batches(seed: int) -> list[dict[str, Any]]:
+        generator = torch.Generator().manual_seed(seed)
+        tokens = [torch.randint(0, 64, (1, length), generator=generator) for length in (2, 1)]
+        return [dict(input_ids=ids, labels=ids, weight=float(ids.numel())) for ids in tokens]
+
+    resident = CalledAgain(rounds)
+    for batch in batches(0):
+        (resident(batch["input_ids"], batch["labels"])["loss"] * batch["weight"] / 3).backward()
+    results = []
+    for way in ("whole", "selected", "auto"):
+        placement = Placement(experts=way, order=order, blocks=(BlockPlacement(keep=keep),))  # type: ignore[arg-type]
+        model = stream(CalledAgain(rounds), placement=placement, skip_idle_experts=True)
+        assert [found.count for found in block_experts(model)] == [16] * 2
+        losses = [model.step(batches(0)).loss]
+        for name, parameter in resident.named_parameters():
+            assert_close(dict(model.named_parameters())[name].grad, parameter.grad, 3e-5, name, floor=1e-6)
+        losses.append(model.step(batches(1)).loss)
+        results.append((losses, model.optimizer.progress(), model.state_dict()))
+        model.close()
+    for losses, progress, state in results[1:]:
+        assert (losses, progress) == results[0][:2]
+        for name, values in results[0][2].items():
+            assert torch.equal(state[name], values), name
 
 
 def copied_up(model: megatrain.StreamedModel) -> Counter[int]:
