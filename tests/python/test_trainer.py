@@ -235,3 +235,37 @@ def test_what_cannot_be_kept_is_refused(tmp_path: Path) -> None:
     trainer = StreamedTrainer(model=model, args=arguments(tmp_path))
     with pytest.raises(ValueError, match="norm_type is inf"):
         trainer.accelerator.clip_grad_norm_([], 1.0, norm_type=float("inf"))
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        with pytest.raises(ValueError, match=f"{name} is on"):
+            StreamedTrainer(model=model, args=arguments(tmp_path, **{name: True}))
+    best = dict(eval_strategy="steps", save_strategy="steps", load_best_model_at_end=True, save_only_model=True)
+    with pytest.raises(ValueError, match="save_only_model and load_best_model_at_end are on"):
+        StreamedTrainer(model=model, args=arguments(tmp_path, **best), eval_dataset=Rows(2))
+
+
+def test_another_optimizer_than_the_models_is_refused(tmp_path: Path) -> None:
+    adamw, lion = (streamed(families.build(LLAMA), optimizer=rule) for rule in (megatrain.AdamW(), megatrain.Lion()))
+    for optim in ("sgd", "adafactor", "rmsprop", "adamw_8bit", "lion_32bit", "galore_adamw"):
+        with pytest.raises(ValueError, match=f"optim is {optim}, and the streamed model's optimizer adamw"):
+            StreamedTrainer(model=adamw, args=arguments(tmp_path, optim=optim))
+    with pytest.raises(ValueError, match=r"optim is lion_8bit, and .* lion"):
+        StreamedTrainer(model=lion, args=arguments(tmp_path, optim="lion_8bit"))
+    for name, value in (("optim_args", "rank=4"), ("optim_target_modules", ["q_proj"])):
+        with pytest.raises(ValueError, match=f"{name} is .*; the optimizer is that of the streamed model"):
+            StreamedTrainer(model=adamw, args=arguments(tmp_path, **{name: value}))
+    for model, optim in ((adamw, "adamw_torch"), (lion, "lion_32bit"), (lion, "adamw_torch_fused")):
+        StreamedTrainer(model=model, args=arguments(tmp_path, optim=optim))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "settings"), [("cosine_with_min_lr", dict(min_lr=5e-4)), ("polynomial", dict(lr_end=5e-4))]
+)
+def test_schedules_begin_at_the_arguments_learning_rate(
+    schedule: str, settings: dict[str, float], tmp_path: Path
+) -> None:
+    """Those that take it from the optimizer's defaults."""
+    changes = dict(learning_rate=4e-3, lr_scheduler_type=schedule, lr_scheduler_kwargs=settings)
+    pair = trainers(families.build(LLAMA), tmp_path, max_steps=4, **changes)
+    train(*pair)
+    theirs, ours = ([e["learning_rate"] for e in t.state.log_history if "learning_rate" in e] for t in pair)
+    assert ours == theirs and len(ours) == 4 and max(ours) == 4e-3

@@ -170,3 +170,21 @@ def test_references_that_would_be_wrong_are_refused(tokenizer: Any, preferences:
             model=streamed(families.build(LLAMA)), reward_funcs=reward, processing_class=tokenizer,
             args=arguments(tmp_path, trl.GRPOConfig, beta=0.04, **sizes), train_dataset=preferences,
         )  # fmt: skip
+
+
+def test_a_moving_reference_and_plain_modules_are_refused(tmp_path: Path) -> None:
+    trainers = integration()
+    preference, policy, tuning = (getattr(trainers, f"Streamed{kind}Trainer") for kind in ("DPO", "GRPO", "SFT"))
+    with pytest.raises(ValueError, match="sync_ref_model is on"):
+        preference(
+            model=streamed(families.build(LLAMA)), ref_model=frozen(),
+            args=arguments(tmp_path, trl.DPOConfig, sync_ref_model=True),
+        )  # fmt: skip
+    sizes: dict[str, Any] = dict(per_device_train_batch_size=4, num_generations=4)
+    sampling = arguments(tmp_path, trl.GRPOConfig, sync_ref_model=True, **sizes)
+    with pytest.raises(ValueError, match="sync_ref_model is on"):
+        policy(model=streamed(adapted(init_lora_weights=True)), reward_funcs=reward, args=sampling)
+    for model, kind in (("path", "str"), (families.build(LLAMA), "LlamaForCausalLM")):
+        for make in (preference, tuning, lambda model: policy(model=model, reward_funcs=reward)):
+            with pytest.raises(ValueError, match=f"model is a {kind}; it must be a StreamedModel"):
+                make(model=model)

@@ -18,12 +18,14 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from megatrain.full_logits import without_lazy
+from megatrain.integrations.arguments import refuse, require_streamed
 from megatrain.integrations.module_face import call_through
 from megatrain.loss import tokens_of
-from megatrain.model import StreamedModel
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from megatrain.model import StreamedModel
 
 _WEIGHTS = "streamed"
 _SCHEDULER = "scheduler.pt"
@@ -36,19 +38,19 @@ class StreamedTraining:
     epsilon are those of the arguments, as in the Trainer. Checkpoints hold what an exact resume needs.
 
     ValueError for arguments that cannot be kept: another device than the model's, several processes, fp16,
-    torch_compile, other optimizers."""
+    torch_compile, bf16_full_eval and fp16_full_eval, other optimizers than the model's, optim_args,
+    optim_target_modules, and save_only_model with load_best_model_at_end."""
 
     def __init__(self, model: StreamedModel, args: TrainingArguments | None = None, **kwargs: Any) -> None:
-        if not isinstance(model, StreamedModel):
-            raise ValueError(f"model is a {type(model).__name__}; it must be a StreamedModel")
+        require_streamed(model)
         if kwargs.get("optimizers", (None, None))[0] is not None or kwargs.get("optimizer_cls_and_kwargs") is not None:
             raise ValueError("the optimizer is that of the streamed model; pass StreamedModel(optimizer=...)")
         if args is not None:
-            _refuse(args, model)
+            refuse(args, model)
         schedule = kwargs.pop("optimizers", (None, None))[1]
         self.streamed = model
         super().__init__(model=model.module, args=args, optimizers=(model.optimizer, schedule), **kwargs)  # type: ignore[call-arg]
-        _refuse(self.args, model)
+        refuse(self.args, model)
         call_through(model)
         self.accelerator.clip_grad_norm_ = self._clip
 
@@ -68,11 +70,12 @@ class StreamedTraining:
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         optimizer, args, settings = self.streamed.optimizer, self.args, self.streamed.settings.optimizer
         if settings.params is None:
+            given: dict[str, Any] = dict(lr=args.learning_rate, weight_decay=args.weight_decay)
+            if settings.rule == "adamw":
+                given |= dict(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+            optimizer.defaults |= given  # some schedules take the learning rate from there
             for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate
-                group["weight_decay"] = args.weight_decay if group["decays"] else 0.0
-                if settings.rule == "adamw":
-                    group |= dict(betas=(args.adam_beta1, args.adam_beta2), eps=args.adam_epsilon)
+                group |= given if group["decays"] else {**given, "weight_decay": 0.0}
         return optimizer
 
     def floating_point_ops(self, inputs: Any) -> int:
@@ -110,17 +113,3 @@ class StreamedTraining:
 
 class StreamedTrainer(StreamedTraining, Trainer):
     """transformers.Trainer whose `model` is a StreamedModel; see `StreamedTraining`."""
-
-
-def _refuse(args: TrainingArguments, model: StreamedModel) -> None:
-    if args.device.type != model.device.type:
-        raise ValueError(
-            f"the arguments' device is {args.device}, the model's {model.device}; on the host's backend use_cpu=True"
-        )
-    if args.world_size > 1 or args.n_gpu > 1:
-        raise ValueError(
-            f"{max(args.world_size, args.n_gpu)} devices; a streamed model has one, set CUDA_VISIBLE_DEVICES to it"
-        )
-    for name, instead in (("fp16", "bf16"), ("torch_compile", "StreamedModel(compile=...)")):
-        if getattr(args, name, False):
-            raise ValueError(f"{name} is on; a streamed model does not have it, use {instead}")

@@ -12,6 +12,7 @@ from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.sft_trainer import SFTTrainer
 
+from megatrain.integrations.arguments import require_streamed
 from megatrain.integrations.module_face import call_through, generate_through
 from megatrain.integrations.transformers import StreamedTraining
 from megatrain.model import StreamedModel
@@ -28,11 +29,13 @@ class StreamedDPOTrainer(StreamedTraining, DPOTrainer):
     """trl.DPOTrainer whose `model` is a StreamedModel. ref_model: a module, or a StreamedModel, of the same weights
     with every parameter frozen for instance; None for a new LoRA adapter.
 
-    ValueError for None with another model, for `peft_config`, and for `precompute_ref_log_probs`, which hashes all
-    weights."""
+    ValueError for None with another model, for `peft_config`, for `sync_ref_model`, and for
+    `precompute_ref_log_probs`, which hashes all weights."""
 
     def __init__(self, model: StreamedModel, ref_model: Any = None, args: Any = None, **kwargs: Any) -> None:
+        require_streamed(model)
         _refuse_adapter_of(kwargs)
+        _refuse_moving_reference(args)
         if args is not None and args.precompute_ref_log_probs:
             raise ValueError("precompute_ref_log_probs is on; a streamed model computes them as it goes")
         if ref_model is None and not _is_new_adapter(model):
@@ -51,11 +54,13 @@ class StreamedDPOTrainer(StreamedTraining, DPOTrainer):
 class StreamedGRPOTrainer(StreamedTraining, GRPOTrainer):
     """trl.GRPOTrainer whose `model` is a StreamedModel, which also samples.
 
-    ValueError for `beta` above 0 with another model than a new LoRA adapter's, for `peft_config`, and for
-    `use_vllm`, which needs the weights in another engine."""
+    ValueError for `beta` above 0 with another model than a new LoRA adapter's, for `peft_config`, for `sync_ref_model`,
+    and for `use_vllm`, which needs the weights in another engine."""
 
     def __init__(self, model: StreamedModel, reward_funcs: Any, args: Any = None, **kwargs: Any) -> None:
+        require_streamed(model)
         _refuse_adapter_of(kwargs)
+        _refuse_moving_reference(args)
         if args is not None and args.use_vllm:
             raise ValueError("use_vllm is on; a streamed model samples by itself")
         if args is not None and args.beta != 0.0 and not _is_new_adapter(model):
@@ -71,6 +76,12 @@ class StreamedGRPOTrainer(StreamedTraining, GRPOTrainer):
 def _refuse_adapter_of(settings: dict[str, Any]) -> None:
     if settings.get("peft_config") is not None:
         raise ValueError("peft_config is given; add the adapter before the model is streamed, by get_peft_model()")
+
+
+def _refuse_moving_reference(args: Any) -> None:
+    """TRL would mix the reference from the module's parameters, which for blocks are not the weights."""
+    if args is not None and args.sync_ref_model:
+        raise ValueError("sync_ref_model is on; the reference of a streamed model stays as it is")
 
 
 def _is_new_adapter(model: StreamedModel) -> bool:
