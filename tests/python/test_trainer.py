@@ -19,6 +19,7 @@ import megatrain
 pytest.importorskip("accelerate")
 import transformers
 
+from megatrain.integrations.trainer_checkpoints import newest_whole
 from megatrain.integrations.transformers import StreamedTrainer
 
 LLAMA = FAMILIES[0]
@@ -170,6 +171,42 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "straight" / "checkpoint-6")
     for name, parameter in saved.named_parameters():
         assert torch.equal(parameter.float(), straight.streamed.state_dict(dtype=torch.bfloat16)[name].float()), name
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    """The newest one's weights, the end of the one before; a third one is whole."""
+
+    def trainer() -> Any:
+        settings = dict(save_strategy="steps", save_steps=1, max_steps=3, gradient_accumulation_steps=1)
+        return StreamedTrainer(
+            model=streamed(families.build(LLAMA)),
+            args=arguments(tmp_path, **settings),
+            train_dataset=Rows(8),
+            data_collator=collate,
+        )
+
+    straight = trainer()
+    straight.train()
+    newest = tmp_path / "checkpoint-3"
+    torn = max((newest / "streamed" / "checkpoint-3").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(torn.read_bytes())
+    content[len(content) // 2] ^= 1
+    torn.write_bytes(content)
+    (tmp_path / "checkpoint-2" / "trainer_state.json").unlink()
+    with pytest.raises(megatrain.CheckpointError, match=f"the bytes of {torn.name}"):
+        trainer().train(resume_from_checkpoint=str(newest))
+    resumed = trainer()
+    found = rf"checkpoint-3 is damaged: .*{torn.name}.*checkpoint-2 is damaged: trainer_state.*using .*checkpoint-1$"
+    with pytest.warns(UserWarning, match=found):
+        resumed.train(resume_from_checkpoint=True)
+    state = resumed.streamed.state_dict()
+    for name, value in straight.streamed.state_dict().items():
+        assert torch.equal(state[name], value), name
+    assert newest_whole(tmp_path) == newest, "what was damaged has been written anew"
+    for name in (1, 2, 3):
+        (tmp_path / f"checkpoint-{name}" / "scheduler.pt").write_bytes(b"PK")
+    with pytest.raises(megatrain.CheckpointError, match=r"no whole checkpoint; .*checkpoint-3 .*scheduler\.pt .* torn"):
+        trainer().train(resume_from_checkpoint=True)
 
 
 def test_the_best_weights_come_back(tmp_path: Path) -> None:

@@ -20,15 +20,13 @@ from transformers import Trainer, TrainingArguments
 from megatrain.full_logits import without_lazy
 from megatrain.integrations.arguments import refuse, require_streamed
 from megatrain.integrations.module_face import call_through
+from megatrain.integrations.trainer_checkpoints import SCHEDULER, WEIGHTS, newest_whole
 from megatrain.loss import tokens_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from megatrain.model import StreamedModel
-
-_WEIGHTS = "streamed"
-_SCHEDULER = "scheduler.pt"
 
 
 class StreamedTraining:
@@ -87,6 +85,15 @@ class StreamedTraining:
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
         return without_lazy(super().prediction_step(*args, **kwargs), "the evaluation's metrics")  # type: ignore[misc]
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; with `resume_from_checkpoint=True` checkpoints that are damaged are passed over, with a
+        warning, and one that is named is used or CheckpointError."""
+        directory = self.args.output_dir
+        if resume_from_checkpoint is True and directory is not None:
+            found = newest_whole(Path(directory))
+            resume_from_checkpoint = True if found is None else str(found)
+        return super().train(resume_from_checkpoint, *args, **kwargs)  # type: ignore[misc]
+
     # saving
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
@@ -94,8 +101,8 @@ class StreamedTraining:
         super()._save(output_dir, state)  # type: ignore[misc]
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        self.streamed.save_checkpoint(Path(output_dir) / _WEIGHTS)
-        torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / _SCHEDULER)
+        self.streamed.save_checkpoint(Path(output_dir) / WEIGHTS)
+        torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         """Weights come with the optimizer's state, whose groups the schedule's beginning would overwrite now."""
@@ -103,12 +110,12 @@ class StreamedTraining:
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         if best is not None:
-            self.streamed.load_checkpoint(Path(best) / _WEIGHTS)
+            self.streamed.load_checkpoint(Path(best) / WEIGHTS)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            self.streamed.load_checkpoint(Path(checkpoint) / _WEIGHTS)
-            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / _SCHEDULER, weights_only=True))
+            self.streamed.load_checkpoint(Path(checkpoint) / WEIGHTS)
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
 
 
 class StreamedTrainer(StreamedTraining, Trainer):
