@@ -86,11 +86,15 @@ def kill_many(directory: Path, kills: int, seed: int) -> dict[str, int]:
         log = directory / f"log-{kill}"
         process = processes.Process(target=saver, args=(directory, log))
         process.start()
-        while not log.exists() or not log.read_bytes():
+        # Counted by what it says, so that a slow machine is killed as far on as a fast one; the instant within a save
+        # or a step is anywhere.
+        told, since = generator.randint(1, 8), time.monotonic()
+        while _lines(log) <= told:
             assert process.is_alive()
-            time.sleep(0.01)
-        # From one save to several; the instant within it is anywhere.
-        time.sleep(generator.uniform(0.0, 0.5))
+            if _lines(log) == 0:
+                since = time.monotonic()
+            time.sleep(0.002)
+        time.sleep(generator.uniform(0.0, (time.monotonic() - since) / told))
         process.kill()
         process.join()
         lines = [line.split() for line in log.read_text().splitlines()[1:]]
@@ -112,6 +116,10 @@ def kill_many(directory: Path, kills: int, seed: int) -> dict[str, int]:
         names = sorted(path.name for path in directory.glob("checkpoint-*"))
         assert len(names) <= KEEP + 2, names
     return {"kills": kills, "inside a save": inside, "steps": ended}
+
+
+def _lines(log: Path) -> int:
+    return log.read_bytes().count(b"\n") if log.exists() else 0
 
 
 def main() -> None:

@@ -74,6 +74,7 @@ def test_adam(run: Run) -> None:
     result = run("adam", "--threads", "1,2")
     assert result["results"]["verified"] is True
     columns = {"format", "bytes_per_parameter", "threads", "variant", "gb_per_s", "mparam_per_s", "of_mix"}
+    columns.add("cached_mparam_per_s")
     found = list(rows(result, "adam", columns))
     formats = {row["format"]: row["bytes_per_parameter"] for row in found}
     assert formats["bf16_split"] == 26 and formats["fp32"] == 28
@@ -84,7 +85,10 @@ def test_adam(run: Run) -> None:
     for row in found:
         moved = row["mparam_per_s"]["median"] * row["bytes_per_parameter"] / 1e3
         assert row["gb_per_s"]["median"] == pytest.approx(moved, rel=1e-4)
-        assert row["of_mix"] == 1 if row["variant"] == "mix alone" else row["of_mix"] > 0
+        if row["variant"] == "mix alone":
+            assert (row["of_mix"], row["cached_mparam_per_s"]) == (1, None)
+        else:
+            assert row["of_mix"] > 0 and row["cached_mparam_per_s"]["median"] > 0
 
 
 @pytest.mark.parametrize("backend", ["host", pytest.param("cuda", marks=pytest.mark.gpu)])
