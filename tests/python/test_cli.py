@@ -80,7 +80,7 @@ def test_train_leaves_a_model_that_transformers_loads(here: Path, capsys: pytest
     steps = [record for record in _metrics("runs/tiny") if "loss" in record]
     assert [record["step"] for record in steps] == [1, 2, 3, 4, 5, 6]
     assert [record["lr"] for record in steps] == pytest.approx(
-        [5e-3, 1e-2, *(1e-3 + 9e-3 * 0.5 * (1 + math.cos(math.pi * i / 4)) for i in (1, 2, 3, 4))], rel=1e-12
+        [5e-3, 1e-2, *(1e-3 + 9e-3 * 0.5 * (1 + math.cos(math.pi * i / 4)) for i in (0, 1, 2, 3))], rel=1e-12
     )
     losses = _losses("runs/tiny")
     assert losses[0] == pytest.approx(math.log(257), abs=0.3)

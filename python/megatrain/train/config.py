@@ -49,8 +49,8 @@ class ScheduleSettings(Settings):
     kind: Literal["cosine", "constant", "linear", "wsd"] = Field(
         default="cosine",
         description=(
-            "Shape of the learning rate after warm-up. cosine and linear fall to min_lr with the last step; wsd stays "
-            "and falls linearly in the last steps."
+            "Shape of the learning rate after warm-up. cosine and linear fall towards min_lr; wsd stays and "
+            "falls linearly in the last steps."
         ),
     )
     warmup_steps: int = Field(default=0, ge=0, description="Steps of linear rise from lr / warmup_steps.")
@@ -58,7 +58,9 @@ class ScheduleSettings(Settings):
         default=None, ge=0, le=1, description="Steps of rise as a share of all; instead of warmup_steps."
     )
     decay_share: float = Field(default=0.1, ge=0, le=1, description="Share of all steps in which wsd falls.")
-    min_lr: float = Field(default=0.0, ge=0, description="Learning rate of the last step (not of constant).")
+    min_lr: float = Field(
+        default=0.0, ge=0, description="Where a fall would arrive one step behind the last (not of constant)."
+    )
 
     @model_validator(mode="after")
     def _one_warmup(self) -> "ScheduleSettings":
