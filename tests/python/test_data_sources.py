@@ -15,7 +15,7 @@ import pytest
 
 from megatrain.data import BadRecord, DataError, Record, open_source, plain_text
 from megatrain.data import lines as lines_module
-from megatrain.data.plain_text import FileText, cut_text, text_blocks, text_bytes
+from megatrain.data.plain_text import FileText, cut_text, read_text_file, text_blocks, text_bytes
 
 ROWS = [{"prompt": f"question {i}\n,\"'", "completion": f"größer {i} 🙂"} for i in range(700)]
 
@@ -330,3 +330,13 @@ def test_a_missing_library_is_one_clear_error(tmp_path: Path, name: str, library
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert f'needs {library}, which is not installed; run: pip install "megatrain[data]"' in done.stdout
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one\n\ufefftwo\n", encoding="utf-8-sig")
+    (record,) = read_text_file(path)
+    assert isinstance(record, Record)
+    text = record.value["text"]
+    assert "".join(text_blocks(text)) == "one\n\ufefftwo\n"
+    assert text_bytes(text) == len("one\n\ufefftwo\n".encode())

@@ -23,7 +23,7 @@ OTHERS = {"schedule.py", "optimizer.step", "optimizer.zero_grad", "optimizer.sta
 
 def commands(page: Path) -> Iterator[str]:
     """What stands in blocks of code, or of a configuration's first comment; without what it is preceded by."""
-    text = page.read_text(encoding="utf-8").replace("\\\n#", "")
+    text = page.read_text(encoding="utf-8").replace("\\\n#", "").replace("\\\n", "")
     fenced = False
     for line in text.splitlines():
         fenced ^= line.startswith("```")

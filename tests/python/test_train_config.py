@@ -42,6 +42,14 @@ def test_overrides_replace_keys_at_any_depth(tmp_path: Path) -> None:
     assert settings.steps == 9
 
 
+def test_a_path_for_data_keeps_what_else_is_said_of_them(tmp_path: Path) -> None:
+    file = _file(tmp_path, MINIMAL.replace("notes.txt", "{path: notes.txt, held_out: 0.2}"))
+    for value, expected in (("a.txt", ["a.txt"]), ("[a.txt, b.txt]", ["a.txt", "b.txt"])):
+        data = load_settings(file, [f"data={value}"]).data
+        assert (data.path, data.held_out) == (expected, 0.2)
+    assert load_settings(file, ["data={path: a.txt}"]).data.held_out != 0.2
+
+
 def test_exponents_without_a_dot_are_numbers(tmp_path: Path) -> None:
     text = MINIMAL.replace("hidden_size: 32", "rms_norm_eps: 1e-5")
     model = load_settings(_file(tmp_path, text)).model
@@ -69,6 +77,7 @@ def test_exponents_without_a_dot_are_numbers(tmp_path: Path) -> None:
         (MINIMAL, ["eval.patience=2"], "eval.patience is 2, but eval.every is not set"),
         (MINIMAL, ["data.format=chat"], "data.format should be 'auto', 'text', 'prompt_completion'"),
         (MINIMAL, ["data.paths=a"], "unknown key 'data.paths' (did you mean 'path'?)"),
+        (MINIMAL, ["lora.rnk=4"], "unknown key 'lora.rnk' (did you mean 'rank'?)"),
         (MINIMAL, ["data.path=[]"], "data.path should have at least 1 item"),
         (MINIMAL, ["report_to=mlflow"], "report_to.0 should be 'tensorboard' or 'wandb', got 'mlflow'"),
         (MINIMAL.replace("type: qwen3, ", ""), [], "the key 'model.type' is missing"),

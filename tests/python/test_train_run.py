@@ -182,6 +182,12 @@ def test_a_template_without_an_end_is_noted(here: Path) -> None:
     assert prepare(load_settings("run.yaml")).notes == []
 
 
+def test_a_micro_batch_of_more_rows_than_there_are_is_noted(here: Path) -> None:
+    assert not [n for n in prepare(load_settings("run.yaml")).notes if "micro_batch" in n]
+    prepared = prepare(load_settings("run.yaml", ["batch.micro_batch=1000"]))
+    assert f"batch.micro_batch is 1000, but the data make only {len(prepared.rows)} rows" in prepared.notes
+
+
 def test_epochs_are_whole_passes(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train("steps=null", "epochs=2", "data.held_out=0", "sample.tokens=0", "data.packing=false") == 0
     assert "2.00 passes over the data" in capsys.readouterr().out
@@ -273,6 +279,9 @@ def test_the_example_of_chats(here: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "2.00 passes over the data" in shown.out
     assert Path("runs/chats/model/config.json").is_file()
     assert Path("runs/chats/best/config.json").is_file()
+    assert main(["export", "runs/chats", "out", "--dtype", "fp32"]) == 0
+    steps = records("loss", "runs/chats")[-1]["step"]
+    assert f"exported runs/chats/checkpoint-{steps} to out" in capsys.readouterr().out
 
 
 def test_the_settings_in_the_training_page_are_valid(here: Path) -> None:

@@ -82,9 +82,10 @@ def cut_text(text: Text, at: int) -> tuple[Text, Text]:
 
 
 def read_text_file(path: Path) -> Read:
-    """The whole file as one record, without holding it; first looked through for what is not UTF-8."""
+    """The whole file as one record, without holding it; first looked through for what is not UTF-8. A byte
+    order mark is no text."""
     decoder = codecs.getincrementaldecoder("utf-8")()
-    before = lines = 0
+    begin = before = lines = 0
     with path.open("rb") as file:
         while True:
             data = file.read(BLOCK_BYTES)
@@ -98,9 +99,11 @@ def read_text_file(path: Path) -> Read:
                 return
             if not data:
                 break
+            if not before and data.startswith(codecs.BOM_UTF8):
+                begin = len(codecs.BOM_UTF8)
             before += len(data)
             lines += data.count(b"\n")
-    yield Record(path.name, {"text": FileText(path, 0, before)})
+    yield Record(path.name, {"text": FileText(path, begin, before)})
 
 
 def read_stdlib() -> Read:

@@ -32,7 +32,8 @@ class Checkpoints(Hook):
         if self.pending is not None and self.pending[1].done:
             self._end(run)
         every = run.settings.checkpoint.every
-        if every is not None and run.step % every == 0 and run.step != self.last_step:
+        due = every is not None and (run.step % every == 0 or run.step == run.steps or run.stopped is not None)
+        if due and run.step != self.last_step:
             self._end(run)
             run.watched = run.step
             directory = _directory(run)

@@ -144,7 +144,9 @@ class OutputSettings(Settings):
 
 class CheckpointSettings(Settings):
     every: int | None = Field(
-        default=None, ge=1, description="Steps between checkpoints; null: only when the run is interrupted."
+        default=None,
+        ge=1,
+        description="Steps between checkpoints; the last step has one, too. null: only where the run is interrupted.",
     )
     keep: int = Field(default=2, ge=1, description="Whole checkpoints to keep; older ones are removed.")
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -91,6 +91,8 @@ def _apply(values: dict[str, Any], override: str) -> None:
             raise UserError(f"--set {override}: '{'.'.join(names[: depth + 1])}' is {inner!r}, which has no keys")
         values[name] = inner
         values = inner
+    if names == ["data"] and isinstance(value, str | list) and isinstance(values.get("data"), dict):
+        values, names = values["data"], ["path"]  # what else the file says of its data stays
     values[names[-1]] = value
 
 
@@ -112,7 +114,8 @@ def _known_keys(location: Sequence[str]) -> list[str]:
     model: type[BaseModel] = TrainSettings
     for name in location:
         inner = model.model_fields[name].annotation
-        if not (isinstance(inner, type) and issubclass(inner, BaseModel)):
+        sections = [x for x in (inner, *get_args(inner)) if isinstance(x, type) and issubclass(x, BaseModel)]
+        if len(sections) != 1:
             return []
-        model = inner
+        model = sections[0]
     return list(model.model_fields)

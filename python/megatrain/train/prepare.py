@@ -139,7 +139,7 @@ def _prepare(settings: TrainSettings, tell: Callable[[str], None]) -> Prepared:
         loader=loader,
         held_out=HeldOut(apart or corpus, evaluated) if len(evaluated) else None,
         steps=settings.steps or loader.steps or 1,
-        notes=[*_notes(bad, training), *_unended(rows.pieces, tokenizer, corpus.shape)],
+        notes=[*_notes(bad, training), *_few_rows(rows, settings), *_unended(rows.pieces, tokenizer, corpus.shape)],
     )
 
 
@@ -181,6 +181,11 @@ def _notes(bad: BadLines, writer: PieceWriter) -> list[str]:
     if writer.skipped:
         notes.append(f"{writer.skipped} examples of more than {writer.length} tokens left out")
     return notes
+
+
+def _few_rows(rows: Rows, settings: TrainSettings) -> list[str]:
+    asked, count = settings.batch.micro_batch, len(rows)
+    return [f"batch.micro_batch is {asked}, but the data make only {count} row{'s' * (count > 1)}"] * (asked > count)
 
 
 def _unended(pieces: Pieces, tokenizer: TextTokenizer, shape: str) -> list[str]:
