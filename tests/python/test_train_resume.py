@@ -158,8 +158,10 @@ def test_a_run_killed_behind_its_last_step_saves_its_model(here: Path) -> None: 
 
 def test_auto_begins_where_there_is_nothing(here: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     assert train("steps=1", "resume=auto", "sample.tokens=0") == 0
-    assert train("steps=1", "resume=auto", "sample.tokens=0") == 0  # without a checkpoint
+    shutil.rmtree("runs/a/model")
+    assert train("steps=1", "resume=auto", "sample.tokens=0") == 0  # neither checkpoint nor model
     assert sorted(path.name for path in Path("runs").iterdir()) == ["a", "a-2"]
+    shutil.rmtree("runs/a-2")
     capsys.readouterr()
     assert train("steps=1", "resume=auto", "output={directory: runs/a, if_exists: error}") == 2
     assert "runs/a: holds something already" in capsys.readouterr().err
@@ -169,10 +171,10 @@ def test_auto_begins_where_there_is_nothing(here: Path, capsys: pytest.CaptureFi
     ("override", "message"),
     [
         ("resume=nowhere", "resume: nowhere has no whole checkpoint"),
+        ("resume=base", "resume: base has no whole checkpoint"),
         ("seed=3", "resume: runs/a/checkpoint-4 is not of this model: seed is 0 in the checkpoint and 3 in the model"),
         ("precision.moments=bf16", "moments is fp32 in the checkpoint and bf16 in the model"),
         ("sequence_length=48", "resume: runs/a: the saved position"),
-        ("steps=4", "resume: runs/a is after step 4 of 4; nothing is left to do"),
     ],
 )
 def test_what_does_not_fit_is_refused(
@@ -189,6 +191,71 @@ def test_what_does_not_fit_is_refused(
     assert message in error
     assert error.count("\n") == 1
     assert sorted(str(path) for path in Path("runs").rglob("*")) == before
+
+
+def test_a_finished_run_is_told_and_no_mistake(here: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    assert train("steps=2", "sample.tokens=0") == 0
+    assert train("steps=2", "sample.tokens=0", "checkpoint.every=1", "output.directory=runs/b") == 0
+    before = sorted(str(path) for path in Path("runs").rglob("*"))
+    for run, message in (
+        ("a", "runs/a is finished, its model is in runs/a/model; without a checkpoint it cannot be extended"),
+        ("b", "runs/b is after step 2 of 2; it is finished, its model is in runs/b/model\n"),
+    ):
+        capsys.readouterr()
+        assert train("steps=2", "sample.tokens=0", "resume=auto", f"output.directory=runs/{run}") == 0
+        shown = capsys.readouterr()
+        assert message in shown.out
+        assert shown.err == ""
+    assert sorted(str(path) for path in Path("runs").rglob("*")) == before
+    assert train("steps=2", "sample.tokens=0", "resume=runs/b") == 2
+    assert "resume: runs/b is after step 2 of 2; nothing is left to do" in capsys.readouterr().err
+
+
+def test_where_to_go_on_from_is_looked_at_before_the_data(here: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
+    assert train("data=absent.jsonl", "resume=nowhere") == 2
+    assert "resume: nowhere has no whole checkpoint; there is no such directory" in capsys.readouterr().err
+
+
+SHAPE = (
+    "model={type: qwen3, hidden_size: 32, num_hidden_layers: 2, intermediate_size: 48, num_attention_heads: 2, "
+    "num_key_value_heads: 1, head_dim: 16}"
+)
+
+
+@pytest.mark.parametrize(
+    ("first", "override", "message"),
+    [
+        (["lora={rank: 4, alpha: 8}"], "lora.alpha=16", "lora.alpha is 8.0 in the checkpoint and 16.0 now"),
+        (["lora={rank: 4}"], "lora.dropout=0.5", "lora.dropout is 0.0 in the checkpoint and 0.5 now"),
+        (
+            [SHAPE, "data=text.txt", "tokenizer.type=bytes"],
+            "model.rms_norm_eps=0.1",
+            "model.rms_norm_eps is 1e-06 in the checkpoint and 0.1 now",
+        ),
+        (
+            [SHAPE, "data=text.txt", "tokenizer.type=bytes"],
+            "model.hidden_act=gelu",
+            "model.hidden_act is 'silu' in the checkpoint and 'gelu' now",
+        ),
+    ],
+)
+def test_another_function_of_the_same_weights_is_refused(
+    here: Path,  # noqa: F811
+    first: list[str],
+    override: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    if first[0].startswith("lora"):
+        pytest.importorskip("peft")
+    Path("text.txt").write_text("green bottles hanging on the wall\n" * 60)
+    assert train(*first, "steps=1", "checkpoint.every=1", "sample.tokens=0") == 0
+    capsys.readouterr()
+    assert train(*first, "steps=2", "resume=auto", "sample.tokens=0", override) == 2
+    error = capsys.readouterr().err
+    assert f"resume: runs/a: {message}; only steps, optimizer and schedule may change" in error
+    assert error.splitlines()[-1].startswith("megatrain: resume: ")
+    assert train(*first, "steps=2", "resume=auto", "sample.tokens=0") == 0
 
 
 def test_a_full_disk(

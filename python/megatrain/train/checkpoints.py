@@ -5,16 +5,22 @@ from pathlib import Path
 from typing import Any
 
 from megatrain.checkpoints import PendingCheckpoint
-from megatrain.checkpoints.directory import has_any
+from megatrain.checkpoints.directory import has_any, is_checkpoint
 from megatrain.data import DataError
 from megatrain.errors import CheckpointError
 
 from .config import TrainSettings
 from .errors import RunError, UserError, one_line
+from .function import difference, function
 from .hooks import Hook, Run
 from .output import RunDirectory
 
 TOKENIZER = "tokenizer"
+MODEL = "model"
+
+
+class Finished(Exception):
+    """resume: auto finds nothing left to do. The message is for the user."""
 
 
 class Checkpoints(Hook):
@@ -96,7 +102,8 @@ def _directory(run: Run) -> Path:
 
 
 def resume(run: Run, checkpoints: Checkpoints) -> Path | None:
-    """Bring model and run to where settings.resume says; None for a new run. UserError for what does not fit."""
+    """Bring model and run to where settings.resume says; None for a new run. UserError for what does not fit,
+    Finished where the run in its own directory has ended."""
     source = _source(run.settings, run.directory)
     if source is None:
         return None
@@ -105,13 +112,21 @@ def resume(run: Run, checkpoints: Checkpoints) -> Path | None:
         state: Any = run.model.load_checkpoint(directory)
         if not isinstance(state, dict) or "data" not in state:
             raise CheckpointError(f"{directory}: the checkpoint is not of a training run")
+        changed = difference(state.get("function", {}), function(run.prepared.source.config, run.settings))
+        if changed is not None:
+            raise CheckpointError(f"{directory}: {changed}; only steps, optimizer and schedule may change")
         run.load_state_dict(state)
     except CheckpointError as error:
         raise UserError(f"resume: {one_line(error)}") from error
     except DataError as error:
         raise UserError(f"resume: {directory}: {one_line(error)}") from error
-    if run.step >= run.steps and (not in_place or (directory / "model").exists()):
-        raise UserError(f"resume: {directory} is after step {run.step} of {run.steps}; nothing is left to do")
+    given_up = in_place and (directory / MODEL).exists() and _out_of_patience(run)
+    if given_up or (run.step >= run.steps and (not in_place or (directory / MODEL).exists())):
+        after = f"{directory} is after step {run.step} of {run.steps}"
+        if not in_place:
+            raise UserError(f"resume: {after}; nothing is left to do")
+        why = f", where {run.worse} evaluations gave no new best loss" if given_up else ""
+        raise Finished(f"{after}{why}; it is finished, its model is in {directory / MODEL}")
     if in_place:
         run.directory.go_on_in(directory, run.step)
         checkpoints.last, checkpoints.last_step = directory / f"checkpoint-{run.step}", run.step
@@ -120,13 +135,36 @@ def resume(run: Run, checkpoints: Checkpoints) -> Path | None:
     return directory
 
 
+def look_ahead(settings: TrainSettings, directory: RunDirectory) -> None:
+    """What can be said without the data: UserError where nothing can be gone on from, Finished for a run that left
+    its model and no checkpoint."""
+    source = _source(settings, directory)
+    if source is None:
+        return
+    path, in_place = source
+    if not in_place and not path.is_dir():
+        raise UserError(f"resume: {path} has no whole checkpoint; there is no such directory")
+    if not is_checkpoint(path) and not has_any(path):
+        if (path / MODEL).exists() and in_place:
+            raise Finished(
+                f"{path} is finished, its model is in {path / MODEL}; without a checkpoint it cannot be extended: name "
+                "another output.directory for a new run"
+            )
+        raise UserError(f"resume: {path} has no whole checkpoint")
+
+
+def _out_of_patience(run: Run) -> bool:
+    patience = run.settings.eval.patience
+    return patience is not None and run.worse >= patience
+
+
 def _source(settings: TrainSettings, directory: RunDirectory) -> tuple[Path, bool] | None:
     if settings.resume == "never":
         return None
     if settings.resume != "auto":
         return Path(settings.resume), False
     last = directory.last()
-    if last is not None and has_any(last):
+    if last is not None and (has_any(last) or (last / MODEL).exists()):
         return last, True
     directory.require_new()
     return None

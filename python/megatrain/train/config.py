@@ -221,8 +221,8 @@ class TrainSettings(Settings):
         min_length=1,
         description=(
             "never: a new run. auto: go on from the newest whole checkpoint of the last run in output.directory (or "
-            "its numbered followers), in its place; a new run where there is none. Else the path of a checkpoint, or "
-            "of a directory of them: a new directory goes on from there."
+            "its numbered followers), in its place; a new run where there is none; nothing where it is "
+            "finished. Else the path of a checkpoint, or of a directory of them: a new directory goes on from there."
         ),
     )
     output: OutputSettings = Field(default_factory=OutputSettings, description="What is kept.")

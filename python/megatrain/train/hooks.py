@@ -6,6 +6,7 @@ from typing import Any
 import megatrain
 
 from .config import TrainSettings
+from .function import function
 from .output import RunDirectory
 from .prepare import Prepared
 from .progress import Progress
@@ -45,6 +46,7 @@ class Run:
         rate follows from the step."""
         return {
             "step": self.step,
+            "function": function(self.prepared.source.config, self.settings),
             "data": self.prepared.loader.state_dict(),
             "best_loss": self.best_loss,
             "best_step": self.best_step,

@@ -19,7 +19,7 @@ from megatrain.errors import UnsupportedModelError
 
 from .account import Account, plan_run
 from .bigram import ByteBigram
-from .checkpoints import Checkpoints, resume
+from .checkpoints import Checkpoints, Finished, look_ahead, resume
 from .config import TrainSettings
 from .errors import RunError, UserError, one_line
 from .evaluate import Evaluation, described
@@ -40,6 +40,14 @@ def run(settings: TrainSettings) -> None:
     _quiet(transformers.logging)
     check_trackers(settings.report_to)
     directory = RunDirectory(settings.output, resume=settings.resume == "auto")
+    try:
+        look_ahead(settings, directory)
+        _run(settings, directory, started)
+    except Finished as note:
+        print(note)
+
+
+def _run(settings: TrainSettings, directory: RunDirectory, started: float) -> None:
     with reading(sys.stdout):
         prepared = prepare(settings)
     model = stream(prepared.source, settings)
