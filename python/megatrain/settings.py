@@ -98,6 +98,6 @@ def parse_bytes(value: int | str | None, name: str) -> int | None:
         scale = 1
     try:
         parsed = int(float(text) * scale)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise ValueError(f'{name} is "{value}"; write bytes, or a number with KiB, MiB, GiB, KB, MB or GB') from None
     return parse_bytes(parsed, name)

@@ -156,7 +156,11 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
         ([str(tmp_path / "nowhere"), out], "nowhere: no such directory"),
         ([str(tmp_path / "done"), out], "holds no checkpoint; "),
         ([str(path), str(tmp_path / "full")], "full: holds something already"),
-        ([str(path), out, "--max-shard-size", "big"], "big"),
+        ([str(path), str(tmp_path / "full" / "file" / "y")], "file is not a directory"),
+        ([str(path), out, "--max-shard-size", "big"], '--max-shard-size is "big"; write bytes'),
+        ([str(path), out, "--max-shard-size", "5"], '--max-shard-size is "5"; write a number with its unit'),
+        ([str(path), out, "--max-shard-size", "0GB"], "--max-shard-size is 0; it must be above 0 bytes"),
+        ([str(path), out, "--max-shard-size", "infGB"], '--max-shard-size is "infGB"; write bytes'),
         ([str(path), out, "--tokenizer", "nowhere"], "--tokenizer nowhere: no such directory"),
         ([str(path), out, "--dtype", "fp8"], "fp8"),
     ):

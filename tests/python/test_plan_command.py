@@ -140,6 +140,8 @@ MISTAKES: list[tuple[list[str], str]] = [
     (["run.yaml", "--set", "hardware=TPU"], '"TPU" is no preset'),
     (["run.yaml", "--gpu", "H200", "--gpu-memory", "much"], '--gpu-memory is "much"; write bytes'),
     (["run.yaml", "--gpu", "H200", "--host-memory", "-1"], "--host-memory is -1; it must be above 0 bytes"),
+    (["run.yaml", "--gpu", "H200", "--json", "no/where.json"], "--json no/where.json: no is not a directory"),
+    (["run.yaml", "--gpu", "H200", "--json", "."], "--json .: is a directory; name a file"),
     (["run.yaml", "--gpu", "H200", "--tokens", "1000"], "--tokens is 1000; it should be a multiple of"),
     (["run.yaml", "--gpu", "H200", "--set", "batch.rows=1"], "unknown key 'batch.rows'"),
     (["run.yaml", "--gpu", "H200", "--set", "model=absent"], "model absent: no such directory"),

@@ -140,6 +140,15 @@ def test_what_is_no_run_is_refused(
     assert message in error and error.count("\n") == 1
 
 
+def test_a_file_in_the_place_of_the_report_is_refused(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = runs / "taken"
+    file.write_text("")
+    run = next(path.parent for path in runs.rglob("metrics.jsonl"))
+    assert main(["report", str(run), "--output", str(file)]) == 2
+    error = capsys.readouterr().err
+    assert f"--output {file}: {file} is not a directory" in error and error.count("\n") == 1
+
+
 def test_a_missing_directory_and_a_missing_extra(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,7 +11,10 @@ import torch
 
 from megatrain.checkpoints.directory import find, has_any, is_checkpoint
 from megatrain.errors import CheckpointError
+from megatrain.settings import parse_bytes
 from megatrain.train.errors import UserError, one_line
+
+from .places import check_folder
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _TOKENIZER = "tokenizer"
@@ -24,7 +27,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", choices=sorted(_DTYPES), help="fp32 is the exact master; the default is the type of training"
     )
-    parser.add_argument("--max-shard-size", metavar="SIZE", help="such as 5GB; the default is the original's files")
+    parser.add_argument(
+        "--max-shard-size", metavar="SIZE", help="such as 5GB or 5GiB; the default is the original's files"
+    )
     parser.add_argument("--tokenizer", metavar="DIR", help="copy the tokenizer from here instead of from the run")
     parser.set_defaults(run=run)
 
@@ -35,6 +40,8 @@ def run(arguments: argparse.Namespace) -> None:
     source, out = Path(arguments.source), Path(arguments.out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"{out}: holds something already; name another, or remove it")
+    check_folder(out, str(out))
+    _check_size(arguments.max_shard_size)
     path = _checkpoint(source)
     tokenizer = Path(arguments.tokenizer) if arguments.tokenizer else path.parent / _TOKENIZER
     if arguments.tokenizer and not tokenizer.is_dir():
@@ -57,6 +64,15 @@ def run(arguments: argparse.Namespace) -> None:
     print(f"exported {path} to {out}: {sum(files.values()) / 1e9:.2f} GB of {word} in {shards}")
     if not tokenizer.is_dir():
         print(f"no tokenizer: {tokenizer} is not there; --tokenizer DIR copies another")
+
+
+def _check_size(size: str | None) -> None:
+    if size is not None and size.strip().isdigit():
+        raise UserError(f'--max-shard-size is "{size}"; write a number with its unit, such as 5GB or 5GiB')
+    try:
+        parse_bytes(size, "--max-shard-size")
+    except ValueError as error:
+        raise UserError(str(error)) from None
 
 
 def _checkpoint(source: Path) -> Path:

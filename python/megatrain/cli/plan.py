@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from megatrain import _native
 from megatrain.train.errors import UserError, one_line
 
+from .places import check_file
+
 if TYPE_CHECKING:
     from megatrain.planner import Hardware, Job, ModelShape
     from megatrain.train.config import TrainSettings
@@ -52,6 +54,8 @@ def run(arguments: argparse.Namespace) -> None:
         for line in page():
             print(line, flush=True)
         return
+    if arguments.json is not None:
+        check_file(arguments.json, f"--json {arguments.json}")
     if arguments.config is None:
         raise UserError("the following arguments are required: CONFIG (see `megatrain plan --help`)")
     missing = [name for name in _NEEDS if importlib.util.find_spec(name) is None]

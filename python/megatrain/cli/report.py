@@ -6,6 +6,8 @@ from pathlib import Path
 
 from megatrain.train.errors import UserError
 
+from .places import check_folder
+
 _NEEDS = ("matplotlib", "pydantic")
 
 
@@ -22,4 +24,6 @@ def run(arguments: argparse.Namespace) -> None:
     from megatrain.charts import RunFiles, write_report
 
     found = RunFiles.read(arguments.run_directory)
-    print(write_report(found, arguments.output or arguments.run_directory / "report"))
+    folder = arguments.output or arguments.run_directory / "report"
+    check_folder(folder, f"--output {folder}" if arguments.output else str(folder))
+    print(write_report(found, folder))

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub import split_state_dict_into_shards_factory
 
+from megatrain.settings import parse_bytes
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -23,12 +25,14 @@ def divide(contents: Contents, nbytes: Mapping[str, int], max_shard_size: str | 
         return dict.fromkeys(contents.tensors, contents.single_file)
     if max_shard_size is None and contents.original_files:
         return dict(contents.original_files)
+    size = parse_bytes(max_shard_size or _DEFAULT_SIZE, "max_shard_size")
+    assert size is not None
     split = split_state_dict_into_shards_factory(
         dict(nbytes),
         get_storage_size=lambda size: size,
         filename_pattern="model{suffix}.safetensors",
         get_storage_id=lambda _: None,
-        max_shard_size=max_shard_size or _DEFAULT_SIZE,
+        max_shard_size=size,
     )
     return dict(split.tensor_to_filename)
 
