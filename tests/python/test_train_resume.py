@@ -211,6 +211,20 @@ def test_a_finished_run_is_told_and_no_mistake(here: Path, capsys: pytest.Captur
     assert "resume: runs/b is after step 2 of 2; nothing is left to do" in capsys.readouterr().err
 
 
+def test_a_run_out_of_patience_is_finished_until_it_is_given_more(
+    here: Path,  # noqa: F811
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    arguments = ["steps=9", "sample.tokens=0", "checkpoint.every=9", "eval={every: 1, patience: 1, min_delta: 99}"]
+    assert train(*arguments) == 0
+    capsys.readouterr()
+    assert train(*arguments, "resume=auto") == 0
+    out = capsys.readouterr().out
+    assert "runs/a is after step 2 of 9, stopped by eval.patience (1); it is finished, its model is in" in out
+    assert train(*arguments, "resume=auto", "eval.patience=2") == 0
+    assert [record["step"] for record in records("loss")] == [1, 2, 3]
+
+
 def test_where_to_go_on_from_is_looked_at_before_the_data(here: Path, capsys: pytest.CaptureFixture[str]) -> None:  # noqa: F811
     assert train("data=absent.jsonl", "resume=nowhere") == 2
     assert "resume: nowhere has no whole checkpoint; there is no such directory" in capsys.readouterr().err

@@ -125,7 +125,7 @@ def resume(run: Run, checkpoints: Checkpoints) -> Path | None:
         after = f"{directory} is after step {run.step} of {run.steps}"
         if not in_place:
             raise UserError(f"resume: {after}; nothing is left to do")
-        why = f", where {run.worse} evaluations gave no new best loss" if given_up else ""
+        why = f", stopped by eval.patience ({run.settings.eval.patience})" if given_up else ""
         raise Finished(f"{after}{why}; it is finished, its model is in {directory / MODEL}")
     if in_place:
         run.directory.go_on_in(directory, run.step)
