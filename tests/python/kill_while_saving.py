@@ -88,7 +88,7 @@ def kill_many(directory: Path, kills: int, seed: int) -> dict[str, int]:
         process.start()
         # Counted by what it says, so that a slow machine is killed as far on as a fast one; the instant within a save
         # or a step is anywhere.
-        told, since = generator.randint(1, 8), time.monotonic()
+        told, since = generator.randint(1, 5), time.monotonic()
         while _lines(log) <= told:
             assert process.is_alive()
             if _lines(log) == 0:

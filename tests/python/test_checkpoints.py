@@ -608,8 +608,8 @@ def test_the_same_step_again(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(900)
 def test_kills_while_saving_lose_nothing(tmp_path: Path) -> None:
-    """Eight; `python tests/python/kill_while_saving.py 200` for more."""
-    told = kill_many(tmp_path, 8, seed=1)
+    """Six; `python tests/python/kill_while_saving.py 200` for more."""
+    told = kill_many(tmp_path, 6, seed=1)
     assert told["inside a save"] >= 1
     assert told["steps"] >= 4
 
