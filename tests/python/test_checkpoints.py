@@ -1,17 +1,9 @@
-"""Checkpoints: exact resume, other placements, refusals, damage, a full disk, what is kept."""
+"""A run goes on from a checkpoint to the bit, and from no other model's."""
 
 from __future__ import annotations
 
 import copy
-import errno
-import json
-import os
 import random
-import resource
-import shutil
-import threading
-import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,35 +11,13 @@ import families
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, text_batch
-from kill_while_saving import kill_many
-from test_precision import MODES, assert_same_bits, every_mode, snapshot, streamed
+from checkpoint_models import INT8, LLAMA, PLACEMENTS, bits, small, train
+from families import text_batch
+from test_precision import MODES, assert_same_bits, every_mode, snapshot
 
 import megatrain
 from megatrain import CheckpointError, Placement
-from megatrain.checkpoints import directory as on_disk
 from megatrain.checkpoints import model_state
-from megatrain.checkpoints.tile_file import sections
-
-LLAMA = FAMILIES[0]
-INT8 = MODES[2]
-
-
-def train(model: megatrain.StreamedModel, first: int, steps: int) -> list[float]:
-    """Two micro-batches a step, dropout on."""
-    return [model.step([text_batch(s), text_batch(s + 50)]).loss for s in range(first, first + steps)]
-
-
-def small(mode: dict[str, Any] | None = None, module: Any = None, **changes: Any) -> megatrain.StreamedModel:
-    return streamed(mode or MODES[0], module or families.build(LLAMA, dropout=True), **changes)
-
-
-def bits(model: megatrain.StreamedModel) -> dict[str, bytes]:
-    """Of every section that outlives a step."""
-    model._parts.drain()
-    store = model._parts.tiles.store
-    return {f"{tile}.{n}": bytes(view) for tile in range(len(store)) for n, view in sections(store, tile).items()}
-
 
 # resume
 
@@ -115,13 +85,6 @@ def test_both_halves_and_the_moments_codes_are_in_the_files(tmp_path: Path) -> N
     weights = model._parts.tiles.view(unit.parameters[0], megatrain._native.Section.weights)
     offset = unit.layout.element_offset(0)
     assert torch.equal(tensors["weights"][offset:][: weights.numel()], weights.reshape(-1))
-
-
-PLACEMENTS = {
-    "streamed": Placement(),
-    "resident": Placement.spread(4, resident=2, everything=1, outside="all"),
-    "micro-batches": Placement.spread(4, order="micro-batch-major", resident=1, selected=2, kept_on="host"),
-}
 
 
 @pytest.mark.parametrize("mode", [MODES[0], INT8, MODES[6]], ids=["bf16", "int8", "fp32"])
@@ -223,129 +186,21 @@ def test_a_module_without_weights_takes_them_from_a_checkpoint(tmp_path: Path) -
     assert train(resumed, 2, 2) == train(model, 2, 2)
 
 
-# beside the next steps
-
-
-def _slow_writes(monkeypatch: pytest.MonkeyPatch, before_each: Any) -> None:
-    write = on_disk.PartialCheckpoint.write
-
-    def late(self: Any, name: str, parts: Any, was_read: Any = None) -> None:
-        before_each()
-        write(self, name, parts, was_read)
-
-    monkeypatch.setattr(on_disk.PartialCheckpoint, "write", late)
-
-
 @pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_what_is_saved_beside_steps_is_the_state_before_them(
-    placement: Placement, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three steps are begun while no tile has been read yet; each tile is read late."""
+def test_moments_loaded_into_a_model_that_runs(placement: Placement) -> None:
+    """Resident moments are on the device by then, and must come up again."""
     model = small(placement=placement)
     train(model, 0, 2)
-    before = bits(model)
-    straight = small(placement=placement)
-    expected = train(straight, 0, 5)[2:]
-    _slow_writes(monkeypatch, lambda: time.sleep(0.05))
-    pending = model.begin_checkpoint(tmp_path, extra=1)
-    assert not pending.done
-    assert train(model, 2, 3) == expected
-    assert pending.wait() == tmp_path / "checkpoint-2"
-    assert pending.done
-    assert pending.seconds > pending.stall_seconds > 0
-    assert bits(model) == bits(straight)
-    resumed = small()
-    assert resumed.load_checkpoint(tmp_path) == 1
-    assert bits(resumed) == before
-
-
-def test_the_first_tile_written_is_the_first_that_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its update runs while the others are not written yet."""
-    model = small()
-    train(model, 0, 1)
-    first = model._parts.updates.next_uses[0]
-    version_before = bits(model)[f"{first}.weights"]
-    go_on, calls = threading.Event(), []
-
-    def second_waits() -> None:
-        calls.append(1)
-        if len(calls) == 2:
-            go_on.wait()
-
-    _slow_writes(monkeypatch, second_waits)
-    pending = model.begin_checkpoint(tmp_path)
-    stepper = threading.Thread(target=lambda: train(model, 1, 1))
-    stepper.start()
-    store = model._parts.tiles.store
-    while bytes(sections(store, first)["weights"]) == version_before:
-        time.sleep(0.001)
-    assert not pending.done
-    go_on.set()
-    stepper.join()
-    pending.wait()
-
-
-def test_who_changes_weights_waits_for_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small()
-    train(model, 0, 1)
-    before = bits(model)
-    reading = threading.Event()
-    _slow_writes(monkeypatch, reading.wait)
-    pending = model.begin_checkpoint(tmp_path)
-    edits = []
-
-    def edit() -> None:
-        with torch.no_grad():
-            next(iter(model.parameters())).mul_(2)
-        edits.append(reading.is_set())
-
-    editor = threading.Thread(target=edit)
-    editor.start()
-    editor.join(0.05)
-    reading.set()
-    editor.join()
-    assert edits == [True]
-    pending.wait()
-    resumed = small()
-    resumed.load_checkpoint(tmp_path)
-    assert bits(resumed) == before
-
-
-@pytest.mark.parametrize("told_by_wait", [True, False])
-def test_a_save_that_fails_beside_steps_is_told_once(
-    told_by_wait: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model = small()
-    model.save_checkpoint(tmp_path)
-    flush = os.fsync
-
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    train(model, 0, 1)
-    pending = model.begin_checkpoint(tmp_path)
-    train(model, 1, 1)
-    model.synchronize()  # no tile stays held
-    pending._thread.join()
-    monkeypatch.setattr(os, "fsync", flush)
-    with pytest.raises(OSError, match="No space left"):
-        pending.wait() if told_by_wait else model.begin_checkpoint(tmp_path)
-    assert _entries(tmp_path) == ["checkpoint-0"]
-    assert model.begin_checkpoint(tmp_path).wait().name == "checkpoint-2"
-
-
-def test_a_model_that_ends_before_its_save(tmp_path: Path) -> None:
-    model = small()
-    train(model, 0, 1)
-    before = bits(model)
-    pending = model.begin_checkpoint(tmp_path)
-    train(model, 1, 1)
-    model.close()
-    pending.wait()
-    resumed = small()
-    resumed.load_checkpoint(tmp_path)
-    assert bits(resumed) == before
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    moments = copy.deepcopy(model.optimizer.state_dict())
+    expected = train(model, 2, 2)
+    other = small(placement=placement)
+    train(other, 50, 2)
+    other.load_state_dict(weights)
+    other.evaluate(text_batch(3))
+    other.optimizer.load_state_dict(moments)
+    other.steps = 2
+    assert train(other, 2, 2) == expected
 
 
 # refusals
@@ -417,215 +272,3 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="is a file"):
         model.save_checkpoint(tmp_path / "file")
-
-
-# damage
-
-
-@pytest.fixture(scope="module")
-def two_saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("saved")
-    model = small(INT8)
-    for step in (0, 1):
-        train(model, step, 1)
-        model.save_checkpoint(directory)
-    return directory
-
-
-def _files(directory: Path) -> list[str]:
-    return sorted(path.name for path in (directory / "checkpoint-2").iterdir())
-
-
-def test_every_file_is_needed_whole(two_saved: Path, tmp_path: Path) -> None:
-    """Each file missing, cut, longer, with a flipped bit at several places: named, and the one before is used."""
-    model = small(INT8)
-    names = _files(two_saved)
-    assert {"manifest.json", "state.json", "buffers.safetensors", "tile-00000.safetensors"} <= set(names)
-    generator = random.Random(3)
-
-    def remove(path: Path) -> None:
-        path.unlink()
-
-    def cut(path: Path) -> None:
-        os.truncate(path, generator.randrange(path.stat().st_size))
-
-    def lengthen(path: Path) -> None:
-        with path.open("ab") as file:
-            file.write(b"\0")
-
-    def flip(path: Path) -> None:
-        content = bytearray(path.read_bytes())
-        content[generator.randrange(len(content))] ^= 1 << generator.randrange(8)
-        path.write_bytes(content)
-
-    for name in names:
-        for harm in (remove, cut, lengthen, flip, flip):
-            spoilt = tmp_path / "copy"
-            shutil.rmtree(spoilt, ignore_errors=True)
-            shutil.copytree(two_saved, spoilt)
-            harm(spoilt / "checkpoint-2" / name)
-            with pytest.warns(UserWarning) as noted:
-                model.load_checkpoint(spoilt)
-            assert len(noted) == 1
-            message = str(noted[0].message)
-            assert message.startswith(f"{spoilt / 'checkpoint-2'} is damaged: "), message
-            assert name in message
-            assert message.endswith(f"; using {spoilt / 'checkpoint-1'}")
-            assert model.steps == 1
-            with pytest.raises(CheckpointError, match="cannot be used"):
-                model.load_checkpoint(spoilt / "checkpoint-2")
-
-
-def test_no_whole_checkpoint_names_each(two_saved: Path, tmp_path: Path) -> None:
-    spoilt = tmp_path / "copy"
-    shutil.copytree(two_saved, spoilt)
-    (spoilt / "checkpoint-1" / "state.json").unlink()
-    (spoilt / "checkpoint-2" / "tile-00001.safetensors").unlink()
-    model = small(INT8)
-    before = bits(model)
-    with pytest.raises(CheckpointError, match="has no whole checkpoint") as error:
-        model.load_checkpoint(spoilt)
-    assert "tile-00001.safetensors is missing" in str(error.value)
-    assert "state.json is missing" in str(error.value)
-    assert bits(model) == before
-
-
-def test_a_later_format_is_named(two_saved: Path, tmp_path: Path) -> None:
-    shutil.copytree(two_saved, tmp_path / "copy")
-    manifest = tmp_path / "copy" / "checkpoint-2" / "manifest.json"
-    content = json.loads(manifest.read_text())
-    del content["blake2b"]
-    content["version"] = 2
-    manifest.write_text(json.dumps({**content, "blake2b": on_disk._seal(content)}))
-    with pytest.raises(CheckpointError, match="its format is version 2, and this megatrain reads 1"):
-        small(INT8).load_checkpoint(manifest.parent)
-
-
-# writing
-
-
-def _entries(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
-
-
-@pytest.mark.parametrize("call", range(1, 12))
-def test_a_full_disk_leaves_what_was_there(call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The n-th flush, of a file or a directory, finds no space."""
-    model = small()
-    train(model, 0, 1)
-    model.save_checkpoint(tmp_path)
-    expected = bits(model)
-    train(model, 1, 1)
-    flush, calls = os.fsync, 0
-
-    def full(descriptor: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        flush(descriptor)
-
-    monkeypatch.setattr(os, "fsync", full)
-    # Behind the last one, the directory's, the checkpoint has its name already.
-    with pytest.raises(OSError, match="No space left"):
-        model.save_checkpoint(tmp_path, keep=1)
-    monkeypatch.setattr(os, "fsync", flush)
-    assert "checkpoint-1" in _entries(tmp_path)
-    assert not any("partial" in name for name in _entries(tmp_path))
-    resumed = small()
-    resumed.load_checkpoint(tmp_path / "checkpoint-1")
-    assert bits(resumed) == expected
-    assert model.save_checkpoint(tmp_path, keep=1).name == "checkpoint-2"
-    assert _entries(tmp_path) == ["checkpoint-2"]
-
-
-def test_a_file_that_cannot_grow_is_named(tmp_path: Path) -> None:
-    """A limit of the kernel's in the middle of a write."""
-    model = small()
-    model.save_checkpoint(tmp_path)
-    train(model, 0, 1)
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    try:
-        with pytest.raises(OSError, match=r"File too large.*tile-00000\.safetensors"):
-            model.save_checkpoint(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert _entries(tmp_path) == ["checkpoint-0"]
-
-
-def test_the_last_ones_are_kept(tmp_path: Path) -> None:
-    model = small()
-    for step in range(4):
-        train(model, step, 1)
-        model.save_checkpoint(tmp_path, keep=2)
-    assert _entries(tmp_path) == ["checkpoint-3", "checkpoint-4"]
-    # A damaged one does not count, nothing else is touched.
-    (tmp_path / "checkpoint-4" / "state.json").unlink()
-    (tmp_path / "notes").mkdir()
-    train(model, 4, 1)
-    model.save_checkpoint(tmp_path, keep=2)
-    assert _entries(tmp_path) == ["checkpoint-3", "checkpoint-5", "notes"]
-    model.save_checkpoint(tmp_path, keep=1)
-    assert _entries(tmp_path) == ["checkpoint-5", "notes"]
-
-
-def test_older_ones_go_only_when_the_new_one_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small()
-    model.save_checkpoint(tmp_path)
-    train(model, 0, 1)
-    discard, seen = on_disk._discard, []
-
-    def watch(path: Path) -> None:
-        if path.exists():
-            seen.append(path.name)
-            assert on_disk.damage(tmp_path / "checkpoint-1") is None
-        discard(path)
-
-    monkeypatch.setattr(on_disk, "_discard", watch)
-    model.save_checkpoint(tmp_path, keep=1)
-    assert seen == ["checkpoint-0"]
-
-
-def test_the_same_step_again(tmp_path: Path) -> None:
-    model = small()
-    model.save_checkpoint(tmp_path, extra="first")
-    model.save_checkpoint(tmp_path, extra="second")
-    assert _entries(tmp_path) == ["checkpoint-0"]
-    assert model.load_checkpoint(tmp_path) == "second"
-    # A kill between the two renames: the old one has its other name.
-    (tmp_path / "checkpoint-0").rename(tmp_path / "checkpoint-0-before")
-    assert model.load_checkpoint(tmp_path) == "second"
-    model.save_checkpoint(tmp_path, extra="third")
-    assert _entries(tmp_path) == ["checkpoint-0"]
-    # One that is damaged is replaced.
-    (tmp_path / "checkpoint-0" / "state.json").unlink()
-    model.save_checkpoint(tmp_path, extra="fourth")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert model.load_checkpoint(tmp_path) == "fourth"
-
-
-@pytest.mark.timeout(900)
-def test_kills_while_saving_lose_nothing(tmp_path: Path) -> None:
-    """Six; `python tests/python/kill_while_saving.py 200` for more."""
-    told = kill_many(tmp_path, 6, seed=1)
-    assert told["inside a save"] >= 1
-    assert told["steps"] >= 4
-
-
-@pytest.mark.parametrize("placement", PLACEMENTS.values(), ids=PLACEMENTS)
-def test_moments_loaded_into_a_model_that_runs(placement: Placement) -> None:
-    """Resident moments are on the device by then, and must come up again."""
-    model = small(placement=placement)
-    train(model, 0, 2)
-    weights = {name: value.clone() for name, value in model.state_dict().items()}
-    moments = copy.deepcopy(model.optimizer.state_dict())
-    expected = train(model, 2, 2)
-    other = small(placement=placement)
-    train(other, 50, 2)
-    other.load_state_dict(weights)
-    other.evaluate(text_batch(3))
-    other.optimizer.load_state_dict(moments)
-    other.steps = 2
-    assert train(other, 2, 2) == expected

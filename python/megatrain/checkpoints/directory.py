@@ -107,12 +107,18 @@ def find(directory: Path) -> Path:
         if reason is not None:
             raise CheckpointError(f"{directory} cannot be used: {reason}")
         return directory
+    return first_whole(_candidates(directory), damage, directory)
+
+
+def first_whole(candidates: Iterable[Path], damage_of: Callable[[Path], str | None], directory: Path) -> Path:
+    """The first of `directory` that has no damage. One warning names those before it; CheckpointError where there is
+    none."""
     passed: list[str] = []
-    for path in _candidates(directory):
-        reason = damage(path)
+    for path in candidates:
+        reason = damage_of(path)
         if reason is None:
             if passed:
-                warnings.warn(f"{'; '.join(passed)}; using {path}", stacklevel=2)
+                warnings.warn(f"{'; '.join(passed)}; using {path}", stacklevel=3)
             return path
         passed.append(f"{path} is damaged: {reason}")
     raise CheckpointError("; ".join([f"{directory} has no whole checkpoint", *passed]))

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 import zipfile
 from pathlib import Path
 
-from megatrain.checkpoints.directory import find
+from megatrain.checkpoints.directory import find, first_whole
 from megatrain.errors import CheckpointError
 
 WEIGHTS = "streamed"
@@ -21,17 +20,8 @@ _NAME = re.compile(r"checkpoint-(\d+)")
 def newest_whole(directory: Path) -> Path | None:
     """The whole checkpoint of the highest step; None where there is no checkpoint at all. Every byte of the model's
     is checked. One warning names those that are damaged and newer; CheckpointError if none is left."""
-    passed: list[str] = []
-    for path in _candidates(directory):
-        reason = _damage(path)
-        if reason is None:
-            if passed:
-                warnings.warn(f"{'; '.join(passed)}; using {path}", stacklevel=3)
-            return path
-        passed.append(f"{path} is damaged: {reason}")
-    if passed:
-        raise CheckpointError("; ".join([f"{directory} has no whole checkpoint", *passed]))
-    return None
+    candidates = _candidates(directory)
+    return first_whole(candidates, _damage, directory) if candidates else None
 
 
 def _candidates(directory: Path) -> list[Path]:
