@@ -23,9 +23,14 @@ def reach_parameters(
 ) -> None:
     """Make `requires_grad_()` of the module, and of each below it, reach the parameters that count. names: every name
     of every parameter."""
-    for prefix, inner in _all_modules(module, blocks):
-        below = [faces[tiled.name] for name, tiled in names.items() if not prefix or name.startswith(f"{prefix}.")]
-        inner.__dict__["requires_grad_"] = partial(_requires_grad_, inner, list({id(p): p for p in below}.values()))
+    below: dict[str, dict[str, TileParameter]] = {}
+    for name, tiled in names.items():
+        owner = name
+        while owner:
+            owner = owner.rpartition(".")[0]
+            below.setdefault(owner, {})[tiled.name] = faces[tiled.name]
+    for name, inner in _all_modules(module, blocks):
+        inner.__dict__["requires_grad_"] = partial(_requires_grad_, inner, list(below.get(name, {}).values()))
 
 
 def _all_modules(module: nn.Module, blocks: Sequence[Block]) -> Iterator[tuple[str, nn.Module]]:
