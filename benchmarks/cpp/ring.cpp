@@ -17,8 +17,7 @@ namespace {
 
 constexpr std::uint16_t kGradient = 0x3c24;  // 0.01 in bf16
 constexpr UpdateStep kStep{.lr = 1e-3, .weight_decay = 0.01};
-// Times of a CUDA device are placed on the host's clock to within some microseconds.
-constexpr std::int64_t kClockErrorNs = 50'000;
+constexpr std::int64_t kClockErrorNs = 50'000;  // beside the error that the backend knows of
 
 float first_value(int tile) { return 0.1f * static_cast<float>(tile + 1); }
 
@@ -159,6 +158,7 @@ void Ring::count(RingResult& result, const RingRun& run) {
   const std::vector<TraceSpan> spans = engine_->trace();
   engine_->clear_trace();
   const std::int64_t first_step = step_ - run.steps + 1;
+  const std::int64_t error_ns = kClockErrorNs + 2 * backend_->time_error_ns();
   std::int64_t updates = 0, overlapping = 0;
   // By tile: when its gradients had landed, when its update had ended.
   std::map<int, std::int64_t> landed_ns, updated_ns;
@@ -167,7 +167,7 @@ void Ring::count(RingResult& result, const RingRun& run) {
     switch (span.kind) {
       case SpanKind::kCopyUp:
         if (counted) result.up_bytes += static_cast<double>(span.bytes) / run.steps;
-        if (span.begin_ns + kClockErrorNs < updated_ns[span.tile]) ++result.disorder;
+        if (span.begin_ns + error_ns < updated_ns[span.tile]) ++result.disorder;
         break;
       case SpanKind::kCopyDown:
         if (counted) result.down_bytes += static_cast<double>(span.bytes) / run.steps;
@@ -179,7 +179,7 @@ void Ring::count(RingResult& result, const RingRun& run) {
           return other.kind == SpanKind::kCompute && other.begin_ns < span.end_ns &&
                  span.begin_ns < other.end_ns;
         });
-        if (span.begin_ns + kClockErrorNs < landed_ns[span.tile]) ++result.disorder;
+        if (span.begin_ns + error_ns < landed_ns[span.tile]) ++result.disorder;
         updated_ns[span.tile] = span.end_ns;
         break;
       }

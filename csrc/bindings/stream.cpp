@@ -140,9 +140,6 @@ void bind_kept(py::class_<Engine>& engine) {
           },
           py::arg("tile"), py::arg("device_pointer"), py::arg("nbytes"), py::arg("stream"), ReleaseGil())
       .def(
-          "kept_landed", [](Engine& self, std::int64_t kept) { return self.kept().landed(kept); },
-          py::arg("kept"), ReleaseGil())
-      .def(
           "wait_kept", [](Engine& self, std::int64_t kept) { self.kept().wait_landed(kept); },
           py::arg("kept"), ReleaseGil())
       .def(

@@ -100,6 +100,9 @@ class Backend {
   // Nanoseconds on the steady clock (std::chrono::steady_clock) at which the mark was reached;
   // waits for it. On CUDA this is an anchor plus cudaEventElapsedTime. 0 if never recorded.
   virtual std::int64_t time_ns(EventView event) = 0;
+  // By how much at most times given so far may be off: on CUDA microseconds, but milliseconds where processes
+  // take turns on the device.
+  virtual std::int64_t time_error_ns() { return 0; }
 
   // Queues a copy; it ends before any event recorded on `stream` after this call. The caller keeps
   // both ranges alive and unchanged until such an event is reached. On CUDA the host range should be

@@ -128,6 +128,8 @@ class CudaBackend final : public Backend {
     return clock_.time_ns(native(event));
   }
 
+  std::int64_t time_error_ns() override { return clock_.error_ns(); }
+
   void copy(void* destination, const void* source, std::size_t bytes, CopyKind kind,
             StreamView stream) override {
     make_current(device_);

@@ -1,5 +1,6 @@
 #include "device/cuda_clock.h"
 
+#include <algorithm>
 #include <chrono>
 #include <cmath>
 #include <cstdint>
@@ -56,6 +57,12 @@ void CudaClock::set_anchor() {
     anchor_ns_ = before + width_ns / 2;
     std::swap(anchor_, candidate_);
   }
+  error_ns_ = std::max(error_ns_, narrowest_ns / 2);
+}
+
+std::int64_t CudaClock::error_ns() {
+  std::lock_guard lock(mutex_);
+  return error_ns_;
 }
 
 std::int64_t CudaClock::time_ns(cudaEvent_t event) {

@@ -22,6 +22,7 @@ class CudaClock {
 
   // `event` has been reached. 0 if it was never recorded, or was created without timing.
   std::int64_t time_ns(cudaEvent_t event);
+  std::int64_t error_ns();  // the largest of an anchor so far
 
  private:
   void set_anchor();
@@ -33,6 +34,7 @@ class CudaClock {
   cudaEvent_t anchor_ = nullptr;
   cudaEvent_t candidate_ = nullptr;
   std::int64_t anchor_ns_ = 0;
+  std::int64_t error_ns_ = 0;
 };
 
 }  // namespace megatrain

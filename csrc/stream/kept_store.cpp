@@ -72,8 +72,6 @@ std::int64_t KeptStore::put(int tile, const std::byte* device, std::size_t bytes
   return next_++;
 }
 
-bool KeptStore::landed(std::int64_t kept) { return backend_.reached(*find(kept).down); }
-
 void KeptStore::wait_landed(std::int64_t kept) { backend_.synchronize(*find(kept).down); }
 
 void KeptStore::get(std::int64_t number, std::byte* device, StreamView stream) {

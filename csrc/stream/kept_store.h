@@ -22,11 +22,10 @@ class KeptStore {
   void limit(std::size_t bytes) { limit_ = bytes; }
 
   // Queues a copy down, after the work on `stream` so far, and returns its name. The device memory
-  // stays as it is until landed(). `tile` is the layer that it belongs to, for the trace. Throws
-  // MemoryLimitError where the host has no more memory for it.
+  // stays as it is until wait_landed() has returned. `tile` is the layer that it belongs to, for the trace.
+  // Throws MemoryLimitError where the host has no more memory for it.
   std::int64_t put(int tile, const std::byte* device, std::size_t bytes, StreamView stream);
-  bool landed(std::int64_t kept);       // the copy down has ended
-  void wait_landed(std::int64_t kept);  // blocks until it has
+  void wait_landed(std::int64_t kept);  // blocks until the copy down has ended
   // Queues the copy up, after the work on `stream` so far and after the copy down.
   void get(std::int64_t kept, std::byte* device, StreamView stream);
   void wait_got(std::int64_t kept, StreamView stream);  // `stream` waits for the copy up

@@ -320,8 +320,7 @@ class Engine:
         """Work put on `stream` after this call sees the resident tile's weights. Instead of acquire."""
     def keep(self, tile: int, device_pointer: int, nbytes: int, stream: int) -> int:
         """Copy device memory to pinned host memory, after the work on `stream` so far; returns its number.
-        The device memory must stay as it is until kept_landed. `tile` names the block, for the trace."""
-    def kept_landed(self, kept: int) -> bool: ...
+        The device memory must stay as it is until wait_kept has returned. `tile` names the block, for the trace."""
     def wait_kept(self, kept: int) -> None:
         """Block until it has landed."""
     def bring_back(self, kept: int, device_pointer: int, stream: int) -> None:

@@ -14,40 +14,61 @@ if TYPE_CHECKING:
 
 
 class HostShelf:
-    """Puts tensors away. Device memory of what is on its way down is held here until it has landed."""
+    """Puts tensors away. Device memory of what is on its way down is held here until it has landed.
+
+    What is let go of when depends on what was put, not on how fast copies are: so a step takes the same memory each
+    time, and a deep model no more than a shallow one."""
 
     PENDING_BYTES = 2 << 30
-    """Of device memory that copies down may hold: with more, the caller waits for the oldest."""
+    PENDING_TENSORS = 4
+    """Device memory of copies down is held up to so many bytes, and times the largest of the tensors: with more, the
+    caller waits for the oldest. Waiting for what was put a few calls ago, it still queues work ahead of the device."""
+    SETTLED_TENSORS = 3
+    """The newest ones that `settle` does not wait for."""
 
     def __init__(self, engine: Engine, device: torch.device) -> None:
         self.engine = engine
         self.device = device
         self._pending: deque[tuple[int, torch.Tensor]] = deque()
         self._pending_bytes = 0
+        self._largest = 0
         self.dropped: deque[tuple[int, torch.Tensor | None]] = deque()
         """(number, memory that a copy up may still write to) of tensors that died, in whatever thread."""
 
     def put(self, tensor: torch.Tensor, tile: int) -> ShelvedTensor:
         """A dense tensor, after the work that makes it on the current stream. `tile` names the block, for the trace."""
-        self.collect()
         dense = tensor.detach()
         assert is_dense(dense)
         nbytes = dense.numel() * dense.element_size()
         kept = self.engine.keep(tile, dense.data_ptr(), nbytes, stream_handle(self.device))
         self._pending.append((kept, dense))
         self._pending_bytes += nbytes
+        self._largest = max(self._largest, nbytes)
+        limit = pending_limit(self._largest)
+        while self._pending_bytes > limit:
+            self._let_go_of_oldest()
+        self._drop()
         return ShelvedTensor(self, kept, dense)
 
+    def settle(self) -> None:
+        """Before work that takes much memory: let go of that of all but the newest tensors, once they have landed."""
+        while len(self._pending) > self.SETTLED_TENSORS:
+            self._let_go_of_oldest()
+        self._drop()
+
     def collect(self) -> None:
-        """Let go of device memory whose copy has landed, and of host memory that nobody will ask for."""
+        """Let go of all device memory, once it has landed, and of host memory that nobody will ask for."""
         while self._pending:
-            kept, tensor = self._pending[0]
-            if self._pending_bytes > self.PENDING_BYTES:
-                self.engine.wait_kept(kept)
-            elif not self.engine.kept_landed(kept):
-                break
-            self._pending.popleft()
-            self._pending_bytes -= tensor.numel() * tensor.element_size()
+            self._let_go_of_oldest()
+        self._drop()
+
+    def _let_go_of_oldest(self) -> None:
+        kept, tensor = self._pending[0]
+        self.engine.wait_kept(kept)
+        self._pending.popleft()
+        self._pending_bytes -= tensor.numel() * tensor.element_size()
+
+    def _drop(self) -> None:
         going_down = {kept for kept, _ in self._pending}
         for _ in range(len(self.dropped)):
             kept, back = self.dropped.popleft()
@@ -58,6 +79,11 @@ class HostShelf:
                 # Nobody may use the memory that the copy up still writes to.
                 self.engine.wait_back(kept, stream_handle(self.device))
             self.engine.drop_kept(kept)
+
+
+def pending_limit(largest: int) -> int:
+    """Bytes on their way down that hold device memory at most, where the largest tensor has so many."""
+    return min(HostShelf.PENDING_BYTES, HostShelf.PENDING_TENSORS * largest)
 
 
 class ShelvedTensor:

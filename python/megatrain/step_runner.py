@@ -95,6 +95,7 @@ class StepRunner:
             runs = [self._parked(step, number, entry) for number, entry, _ in group]
 
             def when_done(index: int, output: Any, group: Sequence[Active] = group) -> None:
+                self._shelf.settle()
                 share = group[index][2] / total
                 own_loss = loss_in(output)
                 loss.add_(own_loss.detach().double(), alpha=share)
@@ -110,6 +111,7 @@ class StepRunner:
                     for unit in self._weights.outside_units():
                         if not order.reaches(unit.tile, self._weights.outside[unit.tile].leaf_ids()):
                             complete(unit)
+                self._shelf.collect()  # while the device takes losses
                 order.backward(sink, unit_of, complete if last else lambda unit: None)
                 self._backward_uses, self._weights.uses = self._weights.uses, []
             except BaseException:

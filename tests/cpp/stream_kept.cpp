@@ -32,7 +32,6 @@ bool comes_back(Engine& engine, StreamView compute, std::byte value) {
   kept.wait_got(number, compute);
   backend.copy(read.data(), back.data(), kBytes, CopyKind::kDeviceToHost, compute);
   kept.wait_landed(number);
-  EXPECT_TRUE(kept.landed(number));
   backend.synchronize(compute);
   kept.drop(number);
   kept.synchronize();

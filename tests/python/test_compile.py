@@ -79,13 +79,24 @@ def test_inductor_equals_eager(case: Case, device: object) -> None:
         assert_close(compiled[parameter], gradient, 1e-4, parameter)
 
 
+def count_blocks(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
+    """Blocks are traced, and counted; what else is compiled on a GPU (losses, sums of gradients) is compiled."""
+    counter = CompileCounterWithBackend("aot_eager")
+    original = torch.compile
+
+    def compiled(function: Any, **settings: Any) -> Any:
+        is_block = function.__module__ == BlockCaller.__module__
+        return original(function, backend=counter) if is_block else original(function, **settings)
+
+    monkeypatch.setattr(torch, "compile", compiled)
+    return counter
+
+
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "mistral", "vit"])
 def test_traced_blocks_equal_eager_ones(name: str, device: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Families that would cost too much to compile: their graphs, forward and backward, run operator by operator."""
     eager_losses, eager = run(Case(name), device, compile=False)
-    counter = CompileCounterWithBackend("aot_eager")
-    original = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **_: original(function, backend=counter))
+    counter = count_blocks(monkeypatch)
     losses, traced = run(Case(name), device, compile=True)
     assert counter.frame_count == 1
     assert losses == pytest.approx(eager_losses, rel=1e-5)
@@ -124,9 +135,7 @@ def test_inductor_keeps_what_the_placement_says(device: object, monkeypatch: pyt
 
 def test_one_graph_for_all_layers_of_a_structure(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    original = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **_: original(function, backend=counter))
+    counter = count_blocks(monkeypatch)
     model = megatrain.StreamedModel(families.build(BY_NAME["llama"]), device="cpu", dtype=torch.float32, compile=True)
     batch = BY_NAME["llama"].batch(1)
     model.step([batch, batch])

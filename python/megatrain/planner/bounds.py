@@ -13,7 +13,7 @@ import numpy as np
 
 from megatrain.host_shelf import HostShelf
 from megatrain.planner.family import INPUTS, OTHERS, SHELVED, Choice, orders, outside_choices
-from megatrain.planner.memory import ROUNDING, SHELF_EXTRA
+from megatrain.planner.memory import KEEPS, ROUNDING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -73,9 +73,8 @@ class _Kept:
             "everything": _sums([block.everything * held for block in blocks]),
         }
         each = batch.micro_batches
-        keeps: tuple[Keep, ...] = ("inputs", "selected", "everything")
         self.recompute = {
-            keep: _sums([each * seconds for seconds in steps.work.recompute_list(keep)]) for keep in keeps
+            keep: _sums([each * seconds for seconds in steps.work.recompute_list(keep)]) for keep in KEEPS
         }
         self.calls = batch.micro_batches if order == "layer-major" else 1
         self.back = {keep: _sums(self._back_over(steps, keep)) for keep in self.keeps}
@@ -198,7 +197,7 @@ def _peaks(steps: Steps, kept: _Kept, base: Choice) -> Floats:
         upto = peak(held, work - np.diff(held) * call)
         found = np.maximum(found, np.where(end > begin, below - held[begin] + upto[end], -np.inf))
     hosted = _host_kept(kept, base, clipped, a)
-    found = found + np.minimum(HostShelf.PENDING_BYTES + SHELF_EXTRA, 2 * hosted)
+    found = found + np.minimum(steps.sizes.shelf[base.shelved_keep if base.shelved else "inputs"], 2 * hosted)
     found = np.where(possible, found, np.inf)
     rising: Floats = np.maximum.accumulate(np.where(np.isfinite(found), found, 0), axis=1)
     return np.where(possible, rising, np.inf)

@@ -1,7 +1,7 @@
 """What a placement takes on the device and on the host, item by item.
 
-Where a buffer's size is in the source, the item says where. Two figures are measured instead: the temporaries of a
-block's backward, as a multiple of what autograd saves, and what copies of activations to the host hold."""
+Where a buffer's size is in the source, the item says where. One figure is measured instead: the temporaries of a
+block's backward, as a multiple of what autograd saves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from megatrain.gradients import HELD_GRADIENTS, GradientSink
 from megatrain.head_rows import default_chunk_rows
-from megatrain.host_shelf import HostShelf
+from megatrain.schedule import ForwardAndBack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,13 +25,12 @@ if TYPE_CHECKING:
 GIB = 1 << 30
 TEMPORARIES = 0.83
 """Of a block's backward, beside what was saved, as a multiple of it (Qwen2.5-7B, compiled, H200)."""
-SHELF_EXTRA = int(1.5 * GIB)
-"""Beside HostShelf.PENDING_BYTES; from the one run with activations on the host that was recorded."""
 ROUNDING = GIB // 2
 """What the allocator holds beyond what it gave out."""
 CONTEXT = GIB
 """Of CUDA and its libraries, outside torch's allocator."""
 SHARE = 0.95
+KEEPS: tuple[Keep, ...] = ("inputs", "selected", "everything")
 HOST_PROCESS = 4 * GIB
 """Python, torch, the CUDA driver's tables, the data."""
 
@@ -91,6 +90,10 @@ class Sizes:
         micro = batch.micro_tokens
         width = max(block.inputs for block in shape.blocks)
         self.micro_flow = width * micro * element
+        call = {keep: max(kept_elements(block, keep) for block in shape.blocks) * micro * element for keep in KEEPS}
+        self.shelf = {keep: ForwardAndBack.FETCHED_AHEAD * call[keep] + call["inputs"] for keep in KEEPS}
+        """Of what is between the device and the host, where blocks put away so much: on its way back before its turn,
+        and no less than the newest inputs that go down while losses are taken."""
         vocabulary, head_width = shape.head or (0, width)
         rows = min(default_chunk_rows(vocabulary, torch.device("cuda")), micro) if vocabulary else 0
         logits = 2 * rows * vocabulary * element
@@ -155,7 +158,8 @@ def memory(shape: ModelShape, job: Job, placement: Placement, sizes: Sizes | Non
             if index == 0 and place.inputs_side == "host":
                 first = block.inputs * batch.tokens * element // rounds
             host_kept += gone - first
-            shelf = HostShelf.PENDING_BYTES + SHELF_EXTRA
+            for number in numbers:
+                shelf = max(shelf, sizes.shelf["inputs" if place.kept_on == "device" else place.keep_for(number)])
         kept.append(min(there))
         on_device.append(sum(there) // rounds + first)
     shelf = min(shelf, 2 * host_kept)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatrain.planner.bounds import tables
+from megatrain.planner.bounds import Table, tables
 from megatrain.planner.family import INPUTS, OTHERS, SHELVED, Choice, orders, outside_choices
 from megatrain.planner.memory import memory, usable_device, usable_host
 
@@ -17,9 +17,12 @@ if TYPE_CHECKING:
     from megatrain.placement import Placement
     from megatrain.planner.timeline import Steps, Timeline
 
-MOST_TIMED = 400
+MOST_TIMED = 2000
 ENOUGH = 1e-4
 """Of the best time: what is nearer to it is not looked for."""
+AT_REST = 0.02
+"""Of the best time, which a placement with all state on the device may take longer and is still preferred: nothing of
+it waits for the link or for cores of the host, which Python and the user's own work need, too."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +33,8 @@ class Timed:
 
 
 def search(steps: Steps, device_memory: int, host_memory: int) -> list[Timed]:
-    """The fastest that fits, then the best of other kinds, by their time. Empty if nothing fits. The limits are
-    those of the machine, before what is set aside."""
+    """The fastest that fits (or one with all state on the device, see AT_REST), then the best of other kinds, by their
+    time. Empty if nothing fits. The limits are those of the machine, before what is set aside."""
     found = list(tables(steps, usable_device(device_memory), usable_host(host_memory)))
     bounds = np.concatenate([table.bounds.ravel() for table in found]) if found else np.zeros(0)
     starts = np.cumsum([0, *(table.bounds.size for table in found)])
@@ -71,7 +74,22 @@ def search(steps: Steps, device_memory: int, host_memory: int) -> list[Timed]:
             if _kind(choice) not in kinds:
                 time(choice)
     # Another kind may be faster by less than ENOUGH.
-    return sorted(kinds.values(), key=lambda timed: timed.timeline.seconds)
+    ordered = sorted(kinds.values(), key=lambda timed: timed.timeline.seconds)
+    rest = min(map(time, _at_rest(found, steps)), key=lambda timed: timed.timeline.seconds, default=None)
+    if rest is None or rest.timeline.seconds > ordered[0].timeline.seconds * (1 + AT_REST):
+        return ordered
+    return [rest, *(timed for timed in ordered if timed.placement != rest.placement)]
+
+
+def _at_rest(found: list[Table], steps: Steps) -> list[Choice]:
+    """Of each table the most promising choice with all state on the device."""
+    everything_outside = tuple(unit.name for unit in steps.shape.outside)
+    choices = []
+    for table in found:
+        place = (len(steps.shape.blocks), int(np.argmin(table.bounds[-1])))
+        if table.base.outside == everything_outside and np.isfinite(table.bounds[place]):
+            choices.append(table.choice(int(np.ravel_multi_index(place, table.bounds.shape))))
+    return choices
 
 
 def _kind(choice: Choice) -> tuple[object, ...]:

@@ -11,7 +11,7 @@ import heapq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatrain.host_shelf import HostShelf
+from megatrain.host_shelf import HostShelf, pending_limit
 from megatrain.planner.memory import Sizes, waiting
 from megatrain.planner.work import Work
 
@@ -127,6 +127,13 @@ class _Run:
             ]
             for block, place in zip(shape.blocks, self.places, strict=True)
         ]
+        self.pending = [
+            HostShelf.PENDING_BYTES
+            if place.kept_on == "host" and place.keep_for(0) != "inputs"
+            else pending_limit(block.inputs * batch.micro_tokens * self.job.element)
+            for block, place in zip(shape.blocks, self.places, strict=True)
+        ]
+        """Of what a block puts away, the bytes that need not have landed before the device goes on."""
         self.outside_on_host = [
             index for index, unit in enumerate(shape.outside) if placement.residence(unit.name) != "all"
         ]
@@ -227,8 +234,7 @@ class _Run:
             held = sum(self.kept[index]) if self.together > 1 else self.kept[index][number]
             if held:
                 landed = self._copy_down(held, self.now - self.forward[index])
-                # More than the shelf may hold is waited for.
-                self.now = max(self.now, landed - HostShelf.PENDING_BYTES / self.down_speed)
+                self.now = max(self.now, landed - self.pending[index] / self.down_speed)
         if first:
             for index in self.outside_on_host:
                 if self.steps.used_last(index):
