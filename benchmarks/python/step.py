@@ -182,6 +182,8 @@ def run_row(
         compute=sum(s.end_ns - s.begin_ns for s in spans if s.kind == "compute") / 1e9 / wall,
         update_gb_per_s=model.update_bandwidth() / 1e9,
         peak_reserved_gib=torch.cuda.max_memory_reserved() / GIB if on_cuda else 0.0,
+        blocks=len(model_shape.blocks),
+        parameters=memory.parameters,
         peak_allocated_gib=torch.cuda.max_memory_allocated() / GIB if on_cuda else 0.0,
         host_kept_gib=model.memory_report().host_kept / GIB,
         losses=[report.loss for report in reports],
@@ -233,7 +235,7 @@ def against(predicted: float | None, achieved: float) -> str:
 def table(results: list[dict[str, Any]]) -> str:
     lines = [
         f"{'row':34} {'s/step':>7} {'TFLOPS':>7} {'drained':>7} {'tok/s':>6} {'of res.':>7} {'stream':>6} {'w.up':>5} "
-        f"{'w.upd':>5} {'w.down':>6} {'upd GB/s':>8} {'GiB':>6} {'pred. s':>13} {'pred. GiB':>14}"
+        f"{'w.upd':>5} {'w.down':>6} {'upd GB/s':>8} {'GiB':>6} {'alloc':>6} {'pred. s':>13} {'pred. GiB':>14}"
     ]
     for r in results:
         if "error" in r:
@@ -243,6 +245,7 @@ def table(results: list[dict[str, Any]]) -> str:
             f"{r['name']:34} {r['seconds']:7.3f} {r['tflops']:7.1f} {r['tflops_drained']:7.1f} "
             f"{r['tokens_per_second']:6.0f} {r['of_resident']:7.1%} {r['streamed']:6.1%} {r['wait_up']:5.1%} "
             f"{r['wait_updates']:5.1%} {r['wait_down']:6.1%} {r['update_gb_per_s']:8.0f} {r['peak_reserved_gib']:6.1f} "
+            f"{r['peak_allocated_gib']:6.2f} "
             f"{against(r['predicted_seconds'], r['seconds']):>13} "
             f"{against(r['predicted_gib'], r['peak_reserved_gib']):>14}"
         )
@@ -252,7 +255,7 @@ def table(results: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="7b")
-    parser.add_argument("--layers", type=int)
+    parser.add_argument("--layers", type=layer_counts, default=[None], help="28,56: all rows with 28 blocks, then with 56")
     parser.add_argument("--row", action="append", default=[])
     parser.add_argument("--no-resident", action="store_true", help="leave out the resident step")
     parser.add_argument("--moments", default="fp32")
@@ -265,13 +268,24 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="one more step a row: kernels by time, idle times")
     arguments = parser.parse_args()
     rows = [parse_row(text) for text in arguments.row or ["streamed"]]
+    results: list[dict[str, Any]] = []
+    about: dict[str, Any] = {}
+    for layers in arguments.layers:
+        about = run_model(arguments, layers, rows, results)
+    print(json.dumps(about))
+    print(f"{arguments.moments} moments, clipping 1.0 where the row does not say otherwise")
+    print(table(results))
 
+
+def run_model(
+    arguments: argparse.Namespace, layers: int | None, rows: list[dict[str, Any]], results: list[dict[str, Any]]
+) -> dict[str, Any]:
+    """All rows with one model; appends to `results`, and returns what is known of the machine."""
     resident: dict[tuple[int, int, int], float] = {}
     if torch.cuda.is_available() and not arguments.no_resident:
-        resident = resident_steps(arguments.model, arguments.layers, rows)
-
+        resident = resident_steps(arguments.model, layers, rows)
     started = time.perf_counter()
-    module = meta_model(arguments.model, arguments.layers)
+    module = meta_model(arguments.model, layers)
     shape = ModelShape.from_module(module, arguments.model)
     model = megatrain.StreamedModel(
         module,
@@ -283,15 +297,17 @@ def main() -> None:
         max_grad_norm=1.0,
     )
     fill_random(model)
-    print(f"tiles and weights in {time.perf_counter() - started:.1f} s\n{model.memory_report()}", flush=True)
+    print(f"{arguments.model}, {len(shape.blocks)} blocks; tiles and weights in {time.perf_counter() - started:.1f} s")
+    print(model.memory_report(), flush=True)
     hardware = preset(arguments.hardware) if arguments.hardware else None
     if hardware is None and model.device.type == "cuda":
         hardware = megatrain.measured_hardware()
     print(hardware, flush=True)
-
-    results: list[dict[str, Any]] = []
+    about = machine(model, arguments.commit)
     for row in rows:
         key = (row["micro"], row["length"], row["accumulate"])
+        if len(arguments.layers) > 1:
+            row = dict(row, name=f"{row['name']}, {layers} blocks")
         try:
             results.append(run_row(model, row, shape, resident.get(key, 0.0), hardware, arguments.profile))
         except (torch.cuda.OutOfMemoryError, MemoryError) as error:
@@ -301,13 +317,14 @@ def main() -> None:
             model.export_trace(arguments.trace / f"{row['name'].replace(' ', '-')}.trace.json")
         if arguments.json:
             asked = {key: value for key, value in vars(arguments).items() if not isinstance(value, Path)}
-            found = dict(machine=machine(model, arguments.commit), arguments=asked, rows=results)
+            found = dict(machine=about, arguments=asked, rows=results)
             arguments.json.write_text(json.dumps(found, indent=1, default=str) + "\n")
-    print(json.dumps(machine(model, arguments.commit)))
-    parameters = model.memory_report().parameters
-    what = f"{arguments.model}, {parameters / 1e9:.2f}B parameters, {len(shape.blocks)} blocks"
-    print(f"{what}, {arguments.moments} moments, clipping 1.0 where the row does not say otherwise")
-    print(table(results))
+    model.close()
+    return about
+
+
+def layer_counts(text: str) -> list[int]:
+    return [int(count) for count in text.split(",")]
 
 
 if __name__ == "__main__":

@@ -26,15 +26,16 @@ HELD_GRADIENTS = 2
 
 
 class _Accumulator:
-    """Gradients of one unit, laid out as the tile. Up to two of each parameter are held as they came; with a
-    third one of any, fp32 sums of all begin."""
+    """Gradients of one unit, laid out as the tile. Up to `held` of each parameter are held as they came; with a
+    further one of any, fp32 sums of all begin."""
 
-    def __init__(self, unit: Unit, spare: list[torch.Tensor], add_rounded: AddRounded) -> None:
+    def __init__(self, unit: Unit, spare: list[torch.Tensor], add_rounded: AddRounded, held: int) -> None:
         self._parameters = [parameter for parameter in unit.parameters if parameter.trainable]
         self._offsets = {p.index: unit.layout.element_offset(p.index) for p in self._parameters}
         self.elements = unit.layout.trainable_elements
         self._spare = spare
         self._add_rounded = add_rounded
+        self._most_held = held
         self._held: dict[int, list[torch.Tensor]] = {}
         self._sums: torch.Tensor | None = None
         self.touched: set[int] = set()
@@ -42,7 +43,7 @@ class _Accumulator:
     def add(self, parameter: TiledParameter, gradient: torch.Tensor) -> None:
         self.touched.add(parameter.index)
         held = self._held.setdefault(parameter.index, [])
-        if self._sums is None and len(held) < HELD_GRADIENTS:
+        if self._sums is None and len(held) < self._most_held:
             held.append(gradient)
         else:
             self._view(self.sums(gradient.device), parameter).add_(gradient)
@@ -140,6 +141,13 @@ class GradientSink:
         """Parameters (by tile, by index) that have a gradient in their tile."""
         self._in_accumulator: set[int] = set()
         self._used_experts: dict[int, torch.Tensor] = {}
+        self._hold = HELD_GRADIENTS
+
+    def expect(self, gradients: int, together: int) -> None:
+        """How many gradients of each parameter will be added, of which `together` follow each other. Where many come
+        far apart, sums of all units are there at once: those are begun with the first, for they would hardly fit
+        between the gradients that are held until then."""
+        self._hold = 0 if together == 1 and gradients > HELD_GRADIENTS else HELD_GRADIENTS
 
     def release_memory(self) -> None:
         """Give the device memory of sums and of what goes down back to torch; between steps."""
@@ -172,7 +180,7 @@ class GradientSink:
     def _sum_of(self, unit: Unit) -> _Accumulator:
         if unit.tile not in self._sums:
             self._sums[unit.tile] = _Accumulator(
-                unit, self._spare.setdefault(_shape_key(unit), []), self._add_rounded
+                unit, self._spare.setdefault(_shape_key(unit), []), self._add_rounded, self._hold
             )
         return self._sums[unit.tile]
 

@@ -84,6 +84,7 @@ class StepRunner:
         self._shelf.collect()  # what a step that was cut short left on its way down
         together = len(active) if self.placement.order == "layer-major" else 1
         total = sum(weight for _, _, weight in active)
+        sink.expect(len(active), together)
         self._weights.begin_pass([*forward_uses, *self._backward_uses] * (-(-len(active) // together)))
         used = forward_uses
         for first in range(0, len(active), together):

@@ -142,10 +142,8 @@ def _fixed_bytes(steps: Steps, order: Order, outside: tuple[str, ...], others: R
         if shaped.name not in outside:
             outside_elements = max(outside_elements, unit.trainable)
     found += [sizes.staging(int(max(outside_elements, most))) * job.element for most in elements]
-    one_by_one = order == "micro-batch-major"
-    found += sizes.micro_flow * (1 if one_by_one else job.batch.micro_batches) + sizes.outside_sums(order)
-    if sizes.several:
-        found += 4 * (sum(u.trainable for u in sizes.blocks) if one_by_one else sizes.largest.trainable)
+    flows = 1 if order == "micro-batch-major" else job.batch.micro_batches
+    found += sizes.micro_flow * flows + sizes.outside_sums(order) + sizes.block_sums(order)
     return found
 
 

@@ -87,6 +87,8 @@ class Sizes:
         self.tiles = sum(unit.tile for unit in (*self.blocks, *self.outside))
         self.largest = max(self.blocks, key=lambda unit: unit.trainable)
         self.several = batch.micro_batches > 1
+        self._few = batch.micro_batches <= HELD_GRADIENTS
+        self._element = element
         micro = batch.micro_tokens
         width = max(block.inputs for block in shape.blocks)
         self.micro_flow = width * micro * element
@@ -100,8 +102,7 @@ class Sizes:
         sum_of_head = 4 * vocabulary * head_width if shape.head_trained else 0
         self.head = sum_of_head + max(logits, sum_of_head * element // 4) + 3 * self.micro_flow
         """Of the loss of one micro-batch (`head_rows.py`)."""
-        self._sums_of_outside = sum(unit.trainable for unit in self.outside) * (4 if self.several else element)
-        self._few = batch.micro_batches <= HELD_GRADIENTS
+        self._sums_of_outside = sum(unit.trainable for unit in self.outside) * (element if self._few else 4)
         self._tied = shape.head_tied
         units = zip(shape.outside, self.outside, strict=True)
         of_head = sum(unit.trainable for shaped, unit in units if shaped.name == shape.head_unit)
@@ -118,6 +119,15 @@ class Sizes:
         if order == "layer-major" and self._few:
             return self._held_of_head if self._tied else 0
         return self._sums_of_outside
+
+    def block_sums(self, order: Order) -> int:
+        """Of gradients of blocks: layer-major of one at a time, else of all from the first micro-batch on, in fp32
+        where more than one more will be added."""
+        if not self.several:
+            return 0
+        if order == "layer-major":
+            return 4 * self.largest.trainable
+        return (self._element if self._few else 4) * sum(unit.trainable for unit in self.blocks)
 
     def loss_work(self, order: Order) -> int:
         """Of the loss, with gradients that go down before the way back."""
@@ -171,8 +181,7 @@ def memory(shape: ModelShape, job: Job, placement: Placement, sizes: Sizes | Non
             streamed = max(streamed, unit.trainable)
     flow = sizes.micro_flow * (1 if one_by_one else batch.micro_batches)
     sums = sizes.outside_sums(placement.order)
-    if sizes.several:
-        sums += 4 * (sum(unit.trainable for unit in sizes.blocks) if one_by_one else sizes.largest.trainable)
+    sums += sizes.block_sums(placement.order)
     # The peak is where the loss is taken, with all kept, or at a block on the way back, with what the blocks before it
     # kept and its own temporaries: what it did not keep is computed again.
     at_loss = sizes.loss_work(placement.order)
