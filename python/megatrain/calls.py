@@ -289,11 +289,6 @@ class BlockRunner:
         with torch.enable_grad(), graph.saving(in_place=in_place):
             output = self._caller(call.block, parameters, args, kwargs, keep=keeping.keep, hooked=call.hooked)
         _require_unwritten(call.block, parameters, versions)
-        flat, _ = flatten(tuple(output))
-        graph.outputs = [
-            get_gradient_edge(value) if isinstance(value, torch.Tensor) and value.requires_grad else None
-            for value in flat
-        ]
         # What the compiler recomputes would draw other numbers than the forward did.
         if keeping.keep == "everything" or call.rng == RngState.capture(self._device):
             record.graph = graph
@@ -328,6 +323,11 @@ class BlockRunner:
     ) -> BlockOutput:
         originals = {id(mine): given for mine, given in zip(inputs, record.call.tensors(), strict=True)}
         flat, spec = flatten(tuple(output))
+        if record.graph is not None:
+            record.graph.outputs = [
+                get_gradient_edge(value) if isinstance(value, torch.Tensor) and value.requires_grad else None
+                for value in flat
+            ]
         leaves: list[torch.Tensor | None] = []
         for position, value in enumerate(flat):
             leaf = None
