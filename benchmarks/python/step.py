@@ -255,7 +255,7 @@ def table(results: list[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="7b")
-    parser.add_argument("--layers", type=layer_counts, default=[None], help="28,56: all rows with 28 blocks, then with 56")
+    parser.add_argument("--layers", type=layer_counts, default=[None], help="28,56: all rows with 28 blocks, then 56")
     parser.add_argument("--row", action="append", default=[])
     parser.add_argument("--no-resident", action="store_true", help="leave out the resident step")
     parser.add_argument("--moments", default="fp32")

@@ -136,9 +136,7 @@ class Parts:
             found.experts,
             settings.skip_idle_experts,
         )
-        self.sink = GradientSink(
-            self.engine, self.tiles, device, self.weights.resident, compiled and device.type == "cuda"
-        )
+        self.sink = GradientSink(self.engine, self.tiles, device, self.weights.resident)
         self.updates = Updates(self.engine, self.tiles, self.weights, self.sink, settings)
 
         self.face = ParameterFace(self.tiles, self.engine, self.weights.mark_edited, self._kept_gradient)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from megatrain.attention import preferred_attention
+from megatrain.blocks import BlockResult
 from megatrain.calls import BlockCall, mark_handed_over
 from megatrain.errors import StaleGraphError, UnsupportedModelError
 from megatrain.rng import RngState, preserved
-from megatrain.written import flatten
+from megatrain.schedule import by_unit
+from megatrain.trees import flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from megatrain.blocks import Block
     from megatrain.calls import BlockRunner, CallRecord, Keeping
     from megatrain.schedule import Sink, Weights
+    from megatrain.trees import Spec
     from megatrain.units import TiledParameter, Unit
 
 
@@ -71,7 +73,7 @@ class _PendingCall:
         self.record: CallRecord | None = None
         self.version: object = None
         self.flat: list[Any] = []
-        self.spec: pytree.TreeSpec | None = None
+        self.spec: Spec = None
         self.fresh: list[int] = []
         """Positions in `flat` of the tensors that the block made."""
 
@@ -83,19 +85,18 @@ class _PendingCall:
                 self.call, weights, owner.keeping(block, 0), differentiable=True, more_than_once=True
             )
         self.record = output.record
-        self.flat, self.spec = flatten(output.tree)
+        self.flat, self.spec = flatten(tuple(output.tree))
         self.fresh = [position for position, leaf in enumerate(output.leaves) if leaf is not None]
         made = tuple(self.flat[position] for position in self.fresh)
         for position in self.fresh:
             self.flat[position] = None  # autograd's own objects take their places
         return made
 
-    def assemble(self, fresh: tuple[torch.Tensor, ...]) -> Any:
-        assert self.spec is not None
+    def assemble(self, fresh: tuple[torch.Tensor, ...]) -> BlockResult:
         flat = list(self.flat)
         for position, tensor in zip(self.fresh, fresh, strict=True):
             flat[position] = tensor
-        return pytree.tree_unflatten(flat, self.spec)
+        return BlockResult(*unflatten(flat, self.spec))
 
     def backward(self, gradients: tuple[torch.Tensor | None, ...]) -> list[torch.Tensor | None]:
         owner, block = self.owner, self.call.block
@@ -115,8 +116,8 @@ class _PendingCall:
             ):
                 assert self.record is not None
                 input_gradients, parameter_gradients = owner.runner.gradients(self.record, weights, by_position)
-                for parameter, gradient in parameter_gradients:
-                    owner.sink.add(owner.unit_of(parameter), [(parameter, gradient)])
+                for unit, unit_gradients in by_unit(parameter_gradients, owner.unit_of):
+                    owner.sink.add(unit, unit_gradients)
                 if self.record.experts is not None and self.record.experts.used is not None:
                     owner.sink.count_experts(block.unit, self.record.experts.used)
             owner.sink.store(block.unit)

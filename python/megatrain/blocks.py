@@ -38,7 +38,20 @@ class Block:
     def __post_init__(self) -> None:
         object.__setattr__(self, "relays", HookRelays(self.skeleton))
 
+    def modules(self) -> list[nn.Module]:
+        """The block and all in it, each once. Asked at every call: torch's own walk makes names, which takes long."""
+        found = [self.skeleton]
+        seen = {self.skeleton}
+        for module in found:
+            for inner in module._modules.values():
+                if inner is not None and inner not in seen:
+                    seen.add(inner)
+                    found.append(inner)
+        return found
+
     def buffers(self) -> dict[str, torch.Tensor]:
+        if not any(module._buffers for module in self.modules()):
+            return {}
         return dict(self.skeleton.named_buffers())
 
 
@@ -78,7 +91,6 @@ class BlockCaller:
     def __init__(self, compiled: bool) -> None:
         self.compiled = compiled
         self._calls: dict[Keep, Callable[..., Any]] = {}
-        self._config: dict[str, Any] = {}
         if compiled:
             functions: dict[Keep, Callable[..., Any]] = {
                 "everything": call_with,
@@ -89,11 +101,15 @@ class BlockCaller:
             options: dict[str, Any] = {"fallback_random": True}
             self._calls = {keep: torch.compile(call, options=options) for keep, call in functions.items()}
             # The default of 8 is used up by ordinary variation; a hit would silently fall to eager.
-            self._config = {"recompile_limit": self.RECOMPILE_LIMIT, "fail_on_recompile_limit_hit": True}
+            self._limits = torch._dynamo.config.patch(
+                recompile_limit=self.RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True
+            )
+            self._budgets = {
+                keep: functorch_config.patch(activation_memory_budget=share) for keep, share in self.BUDGETS.items()
+            }
 
     def _compiled(self, keep: Keep, *arguments: Any) -> Any:
-        budget = functorch_config.patch(activation_memory_budget=self.BUDGETS[keep])
-        with torch._dynamo.config.patch(self._config), budget:
+        with self._limits, self._budgets[keep]:
             return self._calls[keep](*arguments)
 
     def __call__(
@@ -144,7 +160,7 @@ def refuse_opaque(block: Block, leaves: list[Any]) -> None:
     """A cache that a block updates would be updated again by its recompute; a gradient of what an object
     holds where pytree does not look would be lost."""
     for leaf in leaves:
-        if isinstance(leaf, torch.Tensor):
+        if leaf is None or isinstance(leaf, torch.Tensor | bool | int | float | str):
             continue
         if hasattr(leaf, "update") and hasattr(leaf, "get_seq_length"):
             raise UnsupportedModelError(

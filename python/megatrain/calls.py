@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
-from torch.utils import _pytree as pytree
 
-from megatrain.blocks import refuse_opaque
-from megatrain.chosen_experts import experts_in
+from megatrain.blocks import BlockResult, refuse_opaque
+from megatrain.chosen_experts import BlockWeights, EnteredWeights, experts_in
+from megatrain.errors import UnsupportedModelError
 from megatrain.host_mirror import strip_mirror
 from megatrain.kept import BlockMemory, Keeper, KeptGraph, KeptTensor, SelectedOutputs, enter
 from megatrain.rng import RngState
-from megatrain.strays import nothing_saved, refuse_gradients
-from megatrain.written import flatten
+from megatrain.strays import nothing_saved
+from megatrain.trees import flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,10 +27,11 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.autograd.graph import GradientEdge
 
-    from megatrain.blocks import Block, BlockCaller, BlockResult
+    from megatrain.blocks import Block, BlockCaller
     from megatrain.chosen_experts import ExpertsChoice
     from megatrain.host_shelf import HostShelf, ShelvedTensor
     from megatrain.placement import Keep
+    from megatrain.trees import Spec
     from megatrain.units import TiledParameter
 
 
@@ -100,7 +101,7 @@ class BlockCall:
     leaves: list[Any]
     """Arguments that are not tensors, None where one is."""
     inputs: list[CallInput]
-    spec: pytree.TreeSpec
+    spec: Spec
     rng: RngState
     modes: tuple[bool, ...]
     """Of the block and its sub-modules: training, or not."""
@@ -112,7 +113,9 @@ class BlockCall:
     def capture(block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], rng: RngState) -> BlockCall:
         leaves, spec = flatten((args, kwargs))
         refuse_opaque(block, leaves)
-        call = BlockCall(block, leaves, [], spec, rng, _modes(block), block.relays.hooked())
+        modules = block.modules()
+        modes = tuple([module.training for module in modules])
+        call = BlockCall(block, leaves, [], spec, rng, modes, block.relays.hooked(modules))
         for position, leaf in enumerate(leaves):
             if not isinstance(leaf, torch.Tensor):
                 continue
@@ -134,7 +137,7 @@ class BlockCall:
         leaves = list(self.leaves)
         for position, tensor in zip(self._positions, tensors, strict=True):
             leaves[position] = tensor
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        args, kwargs = unflatten(leaves, self.spec)
         return args, kwargs
 
     def check_unchanged(self) -> None:
@@ -225,17 +228,19 @@ class BlockRunner:
     ) -> BlockResult:
         """The forward where nothing is differentiated: the block gets its arguments as they are, caches
         included; only plain containers are its own."""
-        own_args, own_kwargs = pytree.tree_unflatten(*flatten((args, kwargs)))
+        given, given_spec = flatten((args, kwargs))
+        own_args, own_kwargs = unflatten(given, given_spec)
         detached = {name: weight.detach() for name, weight in weights.items()}
         experts = experts_in(weights)
         if experts is not None:
-            experts.begin([leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)])
-        result = self._caller(block, detached, own_args, own_kwargs, hooked=block.relays.hooked())
+            experts.begin([leaf for leaf in given if isinstance(leaf, torch.Tensor)])
+        hooked = block.relays.hooked(block.modules())
+        result = self._caller(block, detached, own_args, own_kwargs, hooked=hooked)
         if experts is not None:
             experts.end(differentiable=False)
-        leaves, spec = flatten(result)
+        leaves, spec = flatten(tuple(result))
         owned = [own_memory(leaf, weights) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return pytree.tree_unflatten(owned, spec)  # type: ignore[no-any-return]
+        return BlockResult(*unflatten(owned, spec))
 
     def run(
         self,
@@ -276,25 +281,14 @@ class BlockRunner:
     ) -> tuple[BlockResult, list[torch.Tensor]]:
         call = record.call
         graph = KeptGraph(BlockMemory(weights), keeper)
-        inputs = []
-        for tensor in call.tensors():
-            if tensor.requires_grad:
-                entered, edge = enter(tensor.detach())
-                graph.inputs.append(edge)
-                inputs.append(entered)
-            else:
-                graph.inputs.append(None)
-                inputs.append(tensor.detach())
-        parameters, graph.parameters = self._parameter_leaves(call, weights)
+        inputs, graph.inputs, (parameters, graph.parameters) = self._entered(call, weights)
+        versions = [weight._version for weight in parameters.values()]
         args, kwargs = call.arguments(inputs)
-        with torch.enable_grad(), graph.saving():
+        stay = isinstance(weights, BlockWeights) and weights.stay
+        in_place = stay and keeping.shelf is None and keeping.inputs_shelf is None
+        with torch.enable_grad(), graph.saving(in_place=in_place):
             output = self._caller(call.block, parameters, args, kwargs, keep=keeping.keep, hooked=call.hooked)
-        refuse_gradients(call.block.name, parameters.values())
-        flat, _ = flatten(output)
-        graph.outputs = [
-            get_gradient_edge(value) if isinstance(value, torch.Tensor) and value.requires_grad else None
-            for value in flat
-        ]
+        _require_unwritten(call.block, parameters, versions)
         # What the compiler recomputes would draw other numbers than the forward did.
         if keeping.keep == "everything" or call.rng == RngState.capture(self._device):
             record.graph = graph
@@ -306,13 +300,13 @@ class BlockRunner:
         call = record.call
         selected = SelectedOutputs(keeper) if keeping.keep == "selected" else None
         # With gradients on, as in the recompute: attention may choose another operator without.
-        inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in call.tensors()]
-        parameters, _ = self._parameter_leaves(call, weights)
+        inputs, _, (parameters, _) = self._entered(call, weights)
+        versions = [weight._version for weight in parameters.values()]
         args, kwargs = call.arguments(inputs)
         recording = nullcontext() if selected is None else selected.record()
         with torch.enable_grad(), nothing_saved(call.block.name), recording:
             output = self._caller(call.block, parameters, args, kwargs, hooked=call.hooked)
-        refuse_gradients(call.block.name, [*inputs, *parameters.values()])
+        _require_unwritten(call.block, parameters, versions)
         # An operator that is not run again would not draw again, and all after it would draw other numbers.
         if selected is not None and selected.is_whole() and call.rng == RngState.capture(self._device):
             record.selected = selected
@@ -328,7 +322,12 @@ class BlockRunner:
         keeper: Keeper | None,
     ) -> BlockOutput:
         originals = {id(mine): given for mine, given in zip(inputs, record.call.tensors(), strict=True)}
-        flat, spec = flatten(output)
+        flat, spec = flatten(tuple(output))
+        if record.graph is not None:
+            record.graph.outputs = [
+                get_gradient_edge(value) if isinstance(value, torch.Tensor) and value.requires_grad else None
+                for value in flat
+            ]
         leaves: list[torch.Tensor | None] = []
         for position, value in enumerate(flat):
             leaf = None
@@ -345,12 +344,40 @@ class BlockRunner:
         record.call.leave_inputs(keeper)
         if record.inputs is not None:
             record.inputs.close()
-        return BlockOutput(pytree.tree_unflatten(flat, spec), leaves, record)
+        return BlockOutput(BlockResult(*unflatten(flat, spec)), leaves, record)
+
+    def _entered(
+        self, call: BlockCall, weights: Mapping[str, torch.Tensor]
+    ) -> tuple[list[torch.Tensor], list[GradientEdge | None], EnteredWeights]:
+        """(the call's tensors, where to ask for their gradients, weights), for a forward."""
+        given = call.tensors()
+        pairs = zip(*enter(call.block.name, [tensor for tensor in given if tensor.requires_grad]), strict=True)
+        inputs: list[torch.Tensor] = []
+        edges: list[GradientEdge | None] = []
+        for tensor in given:
+            mine, edge = next(pairs) if tensor.requires_grad else (tensor.detach(), None)
+            inputs.append(mine)
+            edges.append(edge)
+        return inputs, edges, self._entered_weights(call.block, weights)
+
+    def _entered_weights(self, block: Block, weights: Mapping[str, torch.Tensor]) -> EnteredWeights:
+        """Names tied inside the block share one tensor. All calls in one stay of the weights share all of them."""
+        if isinstance(weights, BlockWeights) and weights.entered is not None:
+            return weights.entered
+        tensors = {id(parameter): weights[name].detach() for name, parameter in block.parameters}
+        wanted = {id(p): p for _, p in block.parameters if self._is_trainable(p)}
+        entered, edges = enter(block.name, [tensors[key] for key in wanted])
+        tensors.update(zip(wanted, entered, strict=True))
+        by_name = {name: tensors[id(parameter)] for name, parameter in block.parameters}
+        made = EnteredWeights(by_name, list(zip(wanted.values(), edges, strict=True)))
+        if isinstance(weights, BlockWeights):
+            weights.entered = made
+        return made
 
     def _parameter_leaves(
         self, call: BlockCall, weights: Mapping[str, torch.Tensor]
     ) -> tuple[dict[str, torch.Tensor], list[tuple[TiledParameter, torch.Tensor]]]:
-        """(by name in the block, the trainable ones). Names tied inside the block share one leaf."""
+        """(by name in the block, the trainable ones), for a recompute. Names tied inside the block share one leaf."""
         parameters: dict[str, torch.Tensor] = {}
         wanted: list[tuple[TiledParameter, torch.Tensor]] = []
         by_parameter: dict[int, torch.Tensor] = {}
@@ -391,7 +418,8 @@ class BlockRunner:
         selected, record.selected = record.selected, None
         replay = nullcontext() if selected is None else selected.replay()
         with torch.enable_grad(), _in_modes(call.block, call.modes), replay:
-            flat, _ = flatten(self._caller(call.block, parameters, args, kwargs, hooked=call.hooked))
+            output = self._caller(call.block, parameters, args, kwargs, hooked=call.hooked)
+        flat, _ = flatten(tuple(output))
         pairs = [
             (value, gradient)
             for value, gradient in zip(flat, output_gradients, strict=True)
@@ -410,18 +438,14 @@ class BlockRunner:
         return input_gradients, [(parameter, next(found)) for parameter, _ in wanted]
 
 
-def _modes(block: Block) -> tuple[bool, ...]:
-    return tuple(module.training for module in block.skeleton.modules())
-
-
 @contextmanager
 def _in_modes(block: Block, modes: tuple[bool, ...]) -> Iterator[None]:
     """The block as it was, training or not, in its forward."""
-    now = _modes(block)
+    modules = block.modules()
+    now = tuple([module.training for module in modules])
     if now == modes:
         yield
         return
-    modules = list(block.skeleton.modules())
     for module, mode in zip(modules, modes, strict=True):
         module.training = mode
     try:
@@ -429,6 +453,12 @@ def _in_modes(block: Block, modes: tuple[bool, ...]) -> Iterator[None]:
     finally:
         for module, mode in zip(modules, now, strict=True):
             module.training = mode
+
+
+def _require_unwritten(block: Block, weights: Mapping[str, torch.Tensor], versions: Sequence[int]) -> None:
+    for (name, weight), version in zip(weights.items(), versions, strict=True):
+        if weight._version != version:
+            raise UnsupportedModelError(f"{block.name} writes its parameter {name} in forward")
 
 
 def own_memory(value: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:

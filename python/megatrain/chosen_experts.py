@@ -13,7 +13,10 @@ from megatrain.experts import leaves_idle_alone
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from torch.autograd.graph import GradientEdge
+
     from megatrain.experts import BlockExperts, Gate
+    from megatrain.units import TiledParameter
 
 
 class ExpertsChoice(NamedTuple):
@@ -120,12 +123,23 @@ class ExpertsUse:
         self._listen(self._bring is not None)
 
 
-class BlockWeights(dict[str, torch.Tensor]):
-    """A block's weights by their names in it, and what is known of its experts'."""
+class EnteredWeights(NamedTuple):
+    """A block's weights as its forward gets them, and where the gradients of trainable ones are asked for."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], experts: ExpertsUse | None) -> None:
+    by_name: dict[str, torch.Tensor]
+    edges: list[tuple[TiledParameter, GradientEdge]]
+
+
+class BlockWeights(dict[str, torch.Tensor]):
+    """A block's weights by their names in it, and what is known of its experts'. stay: their memory holds them, and
+    nothing else, until they are updated."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], experts: ExpertsUse | None, *, stay: bool) -> None:
         super().__init__(tensors)
         self.experts = experts
+        self.stay = stay
+        self.entered: EnteredWeights | None = None
+        """For the forwards of this stay."""
 
 
 def experts_in(weights: Mapping[str, torch.Tensor]) -> ExpertsUse | None:

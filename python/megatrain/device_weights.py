@@ -152,11 +152,12 @@ class DeviceWeights:
                     weights[name] = views[parameter.index]
                 else:
                     weights[name] = self.outside[parameter.tile].leaf(parameter)
+            stay = slot == -1 and all(parameter.tile == unit.tile for _, parameter in block.parameters)
             use = self._use_of_experts(unit, slot)
             self.engine.begin_compute(unit.tile, stream)
             try:
                 with nullcontext() if use is None else use.open():
-                    yield BlockWeights(weights, use)
+                    yield BlockWeights(weights, use, stay=stay)
             finally:
                 self.engine.end_compute(stream)
                 if use is not None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+import torch
+
 from megatrain._native import Section
 from megatrain.parameters import TileParameter
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-
-    import torch
 
     from megatrain._native import Engine
     from megatrain.tiles import Tiles
@@ -43,15 +43,20 @@ class ParameterFace:
 
     def is_trainable(self, parameter: TiledParameter) -> bool:
         """It has room for a gradient, and its `requires_grad` is on now."""
-        wanted = self.by_name[parameter.name].requires_grad
+        with torch._C.DisableTorchFunctionSubclass():  # asked for each parameter of each call
+            wanted = self.by_name[parameter.name].requires_grad
         if wanted and not parameter.trainable:
             raise ValueError(f"{parameter.name} was frozen when the model was made and has no room for a gradient")
         return wanted
 
     def take_over_edits(self) -> None:
         """Weights that were edited in place since the last look become the master."""
+        with torch._C.DisableTorchFunctionSubclass():
+            versions = {name: face._version for name, face in self.by_name.items()}
+        if versions == self._versions:
+            return
         for parameter in self._tiles.plan.parameters:
-            version = self.by_name[parameter.name]._version
+            version = versions[parameter.name]
             if version != self._versions[parameter.name]:
                 self._tiles.forget_low_half(parameter)
                 self._mark_edited(parameter.tile)

@@ -12,14 +12,12 @@ from megatrain._native import Section
 from megatrain.interop import stream_handle, weight_dtype
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Iterable, Mapping, Sequence
 
     from megatrain._native import Engine
     from megatrain.resident import ResidentTile
     from megatrain.tiles import Tiles
     from megatrain.units import TiledParameter, Unit
-
-    AddRounded = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 HELD_GRADIENTS = 2
@@ -29,39 +27,56 @@ class _Accumulator:
     """Gradients of one unit, laid out as the tile. Up to `held` of each parameter are held as they came; with a
     further one of any, fp32 sums of all begin."""
 
-    def __init__(self, unit: Unit, spare: list[torch.Tensor], add_rounded: AddRounded, held: int) -> None:
+    def __init__(self, unit: Unit, spare: list[torch.Tensor], held: int) -> None:
         self._parameters = [parameter for parameter in unit.parameters if parameter.trainable]
         self._offsets = {p.index: unit.layout.element_offset(p.index) for p in self._parameters}
         self.elements = unit.layout.trainable_elements
         self._spare = spare
-        self._add_rounded = add_rounded
         self._most_held = held
         self._held: dict[int, list[torch.Tensor]] = {}
         self._sums: torch.Tensor | None = None
+        self._views: dict[int, torch.Tensor] = {}
+        """Of the sums, by parameter."""
         self.touched: set[int] = set()
 
-    def add(self, parameter: TiledParameter, gradient: torch.Tensor) -> None:
-        self.touched.add(parameter.index)
-        held = self._held.setdefault(parameter.index, [])
-        if self._sums is None and len(held) < self._most_held:
-            held.append(gradient)
-        else:
-            self._view(self.sums(gradient.device), parameter).add_(gradient)
+    def add(self, gradients: Sequence[tuple[TiledParameter, torch.Tensor]]) -> None:
+        """Of different parameters."""
+        targets: list[torch.Tensor] = []
+        summands: list[torch.Tensor] = []
+        for parameter, gradient in gradients:
+            self.touched.add(parameter.index)
+            held = self._held.setdefault(parameter.index, [])
+            if self._sums is None and len(held) < self._most_held:
+                held.append(gradient)
+            else:
+                if self._sums is None:
+                    self.sums(gradient.device)
+                targets.append(self._views[parameter.index])
+                summands.append(gradient)
+        if targets:
+            torch._foreach_add_(targets, summands)
 
+    @torch.no_grad()
     def sums(self, device: torch.device) -> torch.Tensor:
         """All sums, fp32, with zeros for what has no gradient."""
         if self._sums is None:
             # The gaps between parameters are never written and must not reach the norm.
             spare = self._spare.pop() if self._spare else None
             self._sums = torch.zeros(self.elements, device=device) if spare is None else spare
-            for parameter in self._parameters:
-                view = self._view(self._sums, parameter)
-                held = self._held.pop(parameter.index, [])
-                view.copy_(held[0]) if held else view.zero_()
-                for gradient in held[1:]:
-                    view.add_(gradient)
+            self._views = {p.index: self._view(self._sums, p) for p in self._parameters}
+            held = [(self._views[index], gradients) for index, gradients in self._held.items() if gradients]
+            idle = [self._views[p.index] for p in self._parameters if not self._held.get(p.index)]
+            pairs = [(view, gradients[1]) for view, gradients in held if len(gradients) > 1]
+            if idle:
+                torch._foreach_zero_(idle)
+            if held:
+                torch._foreach_copy_([view for view, _ in held], [gradients[0] for _, gradients in held])
+            if pairs:
+                torch._foreach_add_([view for view, _ in pairs], [second for _, second in pairs])
+            self._held.clear()
         return self._sums
 
+    @torch.no_grad()
     def round_into(self, target: torch.Tensor, begin: int) -> None:
         """Elements [begin, begin + len(target)) of the sums, in the target's type."""
         end = begin + target.numel()
@@ -83,10 +98,10 @@ class _Accumulator:
                 held = [gradient.reshape(-1)[low - offset : high - offset] for gradient in held]
             if len(held) == 1:
                 part.copy_(held[0])
+            elif held[0].dtype == held[1].dtype == part.dtype:
+                torch.add(held[0], held[1], out=part)  # adds in fp32 and rounds once, also in bf16
             else:
-                # Ranks and strides vary from parameter to parameter, the grad mode from caller to caller.
-                with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=64):
-                    self._add_rounded(part, held[0], held[1])
+                part.copy_(held[0].float() + held[1].float())
             written = high
         target[written - begin :].zero_()
 
@@ -94,17 +109,13 @@ class _Accumulator:
         if self._sums is not None:
             self._spare.append(self._sums)
         self._sums = None
+        self._views.clear()
         self._held.clear()
         self.touched.clear()
 
     def _view(self, sums: torch.Tensor, parameter: TiledParameter) -> torch.Tensor:
         offset = self._offsets[parameter.index]
         return sums[offset : offset + parameter.numel].view(parameter.shape)
-
-
-def _add_rounded(target: torch.Tensor, first: torch.Tensor, second: torch.Tensor) -> None:
-    """target = first + second, summed in fp32. Compiled it reads and writes 6 bytes an element in bf16."""
-    target.copy_(first.float() + second.float())
 
 
 class GradientSink:
@@ -123,11 +134,9 @@ class GradientSink:
         tiles: Tiles,
         device: torch.device,
         resident: Mapping[int, ResidentTile],
-        compiled: bool = False,
     ) -> None:
         self._engine = engine
         self._resident = resident
-        self._add_rounded: AddRounded = torch.compile(_add_rounded, dynamic=True) if compiled else _add_rounded
         self._resident_sums: dict[int, torch.Tensor] = {}
         self._tiles = tiles
         self._device = device
@@ -160,11 +169,14 @@ class GradientSink:
     # summing
 
     def add(self, unit: Unit, gradients: Iterable[tuple[TiledParameter, torch.Tensor | None]]) -> None:
-        """Add gradients of the unit's parameters; None adds nothing and does not count as a gradient."""
-        for parameter, gradient in gradients:
-            if gradient is not None:
-                dense = gradient.to_dense() if gradient.layout != torch.strided else gradient
-                self._sum_of(unit).add(parameter, dense)
+        """Add gradients of different parameters of the unit; None adds nothing and does not count as a gradient."""
+        dense = [
+            (parameter, gradient if gradient.layout == torch.strided else gradient.to_dense())
+            for parameter, gradient in gradients
+            if gradient is not None
+        ]
+        if dense:
+            self._sum_of(unit).add(dense)
 
     def count_experts(self, unit: Unit, used: torch.Tensor) -> None:
         """used: by part of the unit's experts, bool, on the device: it got tokens in a call whose gradients were
@@ -179,9 +191,7 @@ class GradientSink:
 
     def _sum_of(self, unit: Unit) -> _Accumulator:
         if unit.tile not in self._sums:
-            self._sums[unit.tile] = _Accumulator(
-                unit, self._spare.setdefault(_shape_key(unit), []), self._add_rounded, self._hold
-            )
+            self._sums[unit.tile] = _Accumulator(unit, self._spare.setdefault(_shape_key(unit), []), self._hold)
         return self._sums[unit.tile]
 
     @property

@@ -62,7 +62,8 @@ class Keeper:
         self._tile = tile
         self._shelf = shelf
         self._inputs_shelf = inputs_shelf
-        self._inputs = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+        shelves = shelf is not inputs_shelf
+        self._inputs = {tensor.untyped_storage().data_ptr() for tensor in inputs} if shelves else set()
         # With the tensor: while it lives, no other has its address.
         self._known: dict[tuple[Any, ...], tuple[torch.Tensor, ShelvedTensor]] = {}
         self._shelved: list[weakref.ref[ShelvedTensor]] = []
@@ -143,24 +144,29 @@ class BlockMemory:
 
 
 class _Entry(torch.autograd.Function):
-    """Gives a tensor a place in the graph at which its gradient can be asked for without the tensor, which a
-    leaf would hold."""
+    """Gives tensors places in the graph at which their gradients can be asked for without the tensors, which leaves
+    would hold. A gradient that arrives without being asked for comes from outside of the block."""
 
     @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach()
+    def forward(ctx: Any, gate: torch.Tensor, block: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.block = block
+        ctx.set_materialize_grads(False)
+        return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None]:
-        raise stray("a block")
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+        raise stray(ctx.block)
 
 
-def enter(tensor: torch.Tensor) -> tuple[torch.Tensor, GradientEdge]:
-    """(a tensor of the same memory that requires a gradient, where to ask for it)."""
+def enter(block: str, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[GradientEdge]]:
+    """(tensors of the same memory that require gradients, where to ask for them)."""
+    if not tensors:
+        return (), []
     with torch.enable_grad():
         gate = torch.zeros((), requires_grad=True)
-        entered: torch.Tensor = _Entry.apply(gate, tensor)  # type: ignore[no-untyped-call]
-    return entered, get_gradient_edge(entered)
+        entered: tuple[torch.Tensor, ...] = _Entry.apply(gate, block, *tensors)  # type: ignore[no-untyped-call]
+    first = get_gradient_edge(entered[0])
+    return entered, [first._replace(output_nr=number) for number in range(len(entered))]
 
 
 @dataclass(eq=False)
@@ -173,12 +179,16 @@ class KeptGraph:
     """By the call's tensors; None where no gradient is needed."""
     outputs: list[GradientEdge | None] = field(default_factory=list)
     """By the flattened output; None where nothing is differentiable."""
-    parameters: list[tuple[TiledParameter, torch.Tensor]] = field(default_factory=list)
-    """The leaves that stand for trainable parameters."""
+    parameters: list[tuple[TiledParameter, GradientEdge]] = field(default_factory=list)
+    """Where the gradients of trainable parameters are asked for."""
 
     @contextmanager
-    def saving(self) -> Iterator[None]:
-        """What autograd saves inside of the `with` is packed."""
+    def saving(self, *, in_place: bool) -> Iterator[None]:
+        """What autograd saves inside of the `with` is packed. in_place: weights stay where they are, and all else
+        stays on the device, so that autograd itself may keep it, with the checks of its own."""
+        if in_place:
+            yield
+            return
 
         # Not `self`: the hooks live in the graph, which it holds, where Python's collector does not see them.
         memory, keep = self.memory, self.keeper.keep
@@ -206,14 +216,14 @@ class KeptGraph:
             for edge, gradient in zip(self.outputs, output_gradients, strict=True)
             if edge is not None and gradient is not None
         ]
-        sources = [edge for edge in self.inputs if edge is not None] + [leaf for _, leaf in self.parameters]
+        sources = [edge for edge in self.inputs if edge is not None] + [edge for _, edge in self.parameters]
         if not pairs or not sources:
             return [None] * len(self.inputs), [(parameter, None) for parameter, _ in self.parameters]
         self.memory.moved_to(weights)
         found = iter(
             torch.autograd.grad(
                 [edge for edge, _ in pairs],
-                sources,  # type: ignore[arg-type]
+                sources,
                 [gradient for _, gradient in pairs],
                 allow_unused=True,
             )

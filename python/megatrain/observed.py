@@ -40,9 +40,9 @@ class HookRelays:
         # The same objects at each call: compiled graphs are found by them.
         self._relays: dict[nn.Module, tuple[int, OrderedDict[int, Any], OrderedDict[int, bool]]] = {}
 
-    def hooked(self) -> tuple[nn.Module, ...]:
-        """The sub-modules that have forward hooks now. The block's own are with its proxy."""
-        return tuple(module for module in self._block.modules() if module._forward_hooks and module is not self._block)
+    def hooked(self, modules: Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+        """Those of the block's modules that have forward hooks now. The block's own are with its proxy."""
+        return tuple([module for module in modules if module._forward_hooks and module is not self._block])
 
     @contextmanager
     def instead_of_hooks(self, modules: Sequence[nn.Module]) -> Iterator[Callable[[], tuple[Observation, ...]]]:

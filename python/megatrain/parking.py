@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextvars
 import threading
 from dataclasses import dataclass
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,8 +57,9 @@ class ParkedForward:
         self._device = device
         self._rng = rng
         self._enter_thread = enter_thread
-        self._go = threading.Semaphore(0)
-        self._stopped = threading.Semaphore(0)
+        # Semaphores, in C: threading's own take longer than the rest of a hand-over.
+        self._go: SimpleQueue[None] = SimpleQueue()
+        self._stopped: SimpleQueue[None] = SimpleQueue()
         self._error: BaseException | None = None
         self._answer: Any = None
         self._abandoned = False
@@ -77,8 +79,8 @@ class ParkedForward:
         if not self._started:
             self._started = True
             self._thread.start()
-        self._go.release()
-        self._stopped.acquire()
+        self._go.put(None)
+        self._stopped.get()
         if self._error is not None:
             error, self._error = self._error, None
             try:
@@ -91,7 +93,7 @@ class ParkedForward:
         if not self._started or not self._thread.is_alive():
             return
         self._abandoned = True
-        self._go.release()
+        self._go.put(None)
         self._thread.join()
 
     def park(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -103,13 +105,13 @@ class ParkedForward:
         return answer
 
     def _wait_for_scheduler(self) -> None:
-        self._stopped.release()
-        self._go.acquire()
+        self._stopped.put(None)
+        self._go.get()
         if self._abandoned:
             raise ForwardAbandoned
 
     def _main(self) -> None:
-        self._go.acquire()
+        self._go.get()
         try:
             if self._abandoned:
                 return
@@ -126,4 +128,4 @@ class ParkedForward:
             self._error = error
         finally:
             self._rng = RngState.capture(self._device)
-            self._stopped.release()
+            self._stopped.put(None)

@@ -41,8 +41,8 @@ class RngState:
 
     @staticmethod
     def capture(device: torch.device) -> RngState:
-        on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        return RngState(torch.get_rng_state(), on_device)
+        on_device = _generator(device).get_state() if device.type == "cuda" else None
+        return RngState(torch.default_generator.get_state(), on_device)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, RngState) or (self.device is None) != (other.device is None):
@@ -51,9 +51,16 @@ class RngState:
         return same_device and torch.equal(self.host, other.host)
 
     def restore(self, device: torch.device) -> None:
-        torch.set_rng_state(self.host)
+        torch.default_generator.set_state(self.host)
         if self.device is not None:
-            torch.cuda.set_rng_state(self.device, device)
+            _generator(device).set_state(self.device)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    """A CUDA device's default one. torch's functions by the device's name copy states and take several times as long,
+    twice for each call of a block."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    return torch.cuda.default_generators[device.index]
 
 
 def seed_generators(seed: int, device: torch.device) -> None:

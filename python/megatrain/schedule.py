@@ -244,8 +244,8 @@ class ForwardAndBack:
         input_gradients: Sequence[torch.Tensor | None] = [None] * len(inputs)
         if any(gradient is not None for gradient in output_gradients):
             input_gradients, parameter_gradients = self._runner.gradients(record, weights, output_gradients)
-            for parameter, gradient in parameter_gradients:
-                sink.add(outside(parameter), [(parameter, gradient)])
+            for unit, gradients in by_unit(parameter_gradients, outside):
+                sink.add(unit, gradients)
             if record.experts is not None and record.experts.used is not None:
                 sink.count_experts(record.call.block.unit, record.experts.used)
         for slot in logged.outputs:
@@ -259,6 +259,16 @@ class ForwardAndBack:
                 boundary.add(gradient)
                 if boundary.uses == 0:
                     del self._boundaries[_key(given.edge)]
+
+
+def by_unit(
+    gradients: Iterable[tuple[TiledParameter, torch.Tensor | None]], unit_of: Callable[[TiledParameter], Unit]
+) -> list[tuple[Unit, list[tuple[TiledParameter, torch.Tensor | None]]]]:
+    """A call's gradients, a list for each unit that owns some of the parameters."""
+    found: dict[int, list[tuple[TiledParameter, torch.Tensor | None]]] = {}
+    for parameter, gradient in gradients:
+        found.setdefault(parameter.tile, []).append((parameter, gradient))
+    return [(unit_of(entries[0][0]), entries) for entries in found.values()]
 
 
 def _key(edge: GradientEdge) -> tuple[object, int]:

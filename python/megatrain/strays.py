@@ -5,15 +5,13 @@ be lost there without a word. It is refused instead."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatrain.errors import UnsupportedModelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     import torch
 
 
@@ -31,15 +29,3 @@ def nothing_saved(block: str) -> saved_tensors_hooks:
         raise stray(block)
 
     return saved_tensors_hooks(lambda tensor: None, refuse)
-
-
-def refuse_gradients(block: str, leaves: Iterable[torch.Tensor]) -> None:
-    """Of a block's forward that has been run. A gradient that is asked for by `torch.autograd.grad` is not
-    accumulated; one that is comes from outside."""
-
-    def refuse(_: Any) -> None:
-        raise stray(block)
-
-    for leaf in leaves:
-        if leaf.requires_grad:
-            get_gradient_edge(leaf).node.register_prehook(refuse)

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
 
+PINNED_BYTES = 16 << 20
+"""Of a larger input the copy to pinned memory, which torch keeps, would cost more than the wait."""
+
+
 class Surroundings:
     """Of one module. `weights_version` changes when logits taken before can no longer be differentiated."""
 
@@ -80,6 +84,10 @@ class Surroundings:
         return moved, self.to_device(kwargs)
 
     def _moved(self, value: torch.Tensor) -> torch.Tensor:
+        small = value.nbytes <= PINNED_BYTES and value.layout == torch.strided
+        if self._device.type == "cuda" and value.device.type == "cpu" and small:
+            # The driver may wait for all work on the stream before it copies from memory that is not pinned.
+            value = value.pin_memory()
         moved = value.to(self._device, non_blocking=True)
         # Tensors made under inference_mode cannot be saved for a backward.
         return moved.clone() if moved.is_inference() and not torch.is_inference_mode_enabled() else moved

@@ -107,6 +107,7 @@ class Updates:
         skip = self.settings.skip_nonfinite
         early, self._early = self._early or set(), None
         self.clip_next = None
+        groups = self.optimizer.groups_by_face()  # while the device is busy: it idles from the norm to the first update
         self.last_grad_norm = self._sink.norm() if clip is not None or skip else None
         self.skipped = skip and self.last_grad_norm is not None and not math.isfinite(self.last_grad_norm)
         self._gradients_known = {tile: set(touched) for tile, touched in self._sink.stored.items()}
@@ -122,7 +123,6 @@ class Updates:
         self._weights.release_outside()
         landed = self.settings.transfers.update_order == "landed"
         order = list(self._sink.stored) if landed else self.next_uses
-        groups = self.optimizer.groups_by_face()
         for position, unit in enumerate(each_unit(self._plan.units, order)):
             if unit.tile not in early:
                 self._queue(unit, scale, 0 if landed else position, groups)

@@ -6,57 +6,21 @@ in the module's forward. Keys and values that some layers share with later ones 
 
 from __future__ import annotations
 
-import copy
+import operator
 from collections import OrderedDict, UserDict, defaultdict
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch.utils import _pytree as pytree
-
 from megatrain.errors import UnsupportedModelError
+from megatrain.trees import flatten, unflatten
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
+    from megatrain.trees import Flat
+
     Path = tuple[Any, ...]
     """Keys and indices from (args, kwargs) to a container."""
-    Flat = tuple[list[Any], pytree.TreeSpec]
-
-
-class _Opened:
-    """A UserDict, which pytree takes for one leaf, as a node. It is a UserDict again when the tree is put
-    together."""
-
-    def __init__(self, mapping: UserDict[Any, Any]) -> None:
-        self.shell = copy.copy(mapping)
-        self.shell.data = {}
-        self.content = {key: open_mappings(value) for key, value in mapping.data.items()}
-
-    @staticmethod
-    def flatten(opened: _Opened) -> tuple[list[Any], tuple[Any, ...]]:
-        return list(opened.content.values()), (type(opened.shell), opened.shell, tuple(opened.content))
-
-    @staticmethod
-    def unflatten(values: Any, context: Any) -> UserDict[Any, Any]:
-        _, shell, keys = context
-        mapping: UserDict[Any, Any] = copy.copy(shell)
-        mapping.data = dict(zip(keys, values, strict=True))
-        return mapping
-
-
-pytree.register_pytree_node(_Opened, _Opened.flatten, _Opened.unflatten)
-
-
-def open_mappings(tree: Any) -> Any:
-    return pytree.tree_map(lambda leaf: _Opened(leaf) if isinstance(leaf, UserDict) else leaf, tree)
-
-
-def flatten(tree: Any) -> Flat:
-    """As pytree does, with what is inside of UserDicts."""
-    leaves, spec = pytree.tree_flatten(tree)
-    if any(isinstance(leaf, UserDict) for leaf in leaves):
-        leaves, spec = pytree.tree_flatten(open_mappings(tree))
-    return leaves, spec
 
 
 class Written(NamedTuple):
@@ -84,7 +48,7 @@ class Arguments:
         after = flatten((args, kwargs))
         found: tuple[Written, ...] = ()
         if not _identical(after, (self._leaves, self._spec)):
-            before = pytree.tree_unflatten(self._leaves, self._spec)
+            before = unflatten(self._leaves, self._spec)
             found = tuple(_changes(before, (args, kwargs), ()))
             write(block_name, found, before)
             if not _identical(after, flatten(before)):
@@ -101,7 +65,7 @@ _MAY = "blocks must return what they compute, or write it into a dict, a list or
 
 
 def _identical(one: Flat, other: Flat) -> bool:
-    same = len(one[0]) == len(other[0]) and all(a is b for a, b in zip(one[0], other[0], strict=True))
+    same = len(one[0]) == len(other[0]) and all(map(operator.is_, one[0], other[0]))
     return same and one[1] == other[1]
 
 

@@ -70,6 +70,28 @@ def test_buffers_written_in_forward_are_refused_by_name() -> None:
         stream(inner).step(toy_batch(1))
 
 
+class RenormingBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.linear.weight.clamp_(-0.1, 0.1)
+        return x + self.linear(x)
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+@pytest.mark.parametrize("everything", [0, 2])
+def test_parameters_written_in_forward_are_refused_by_name(resident: int, everything: int) -> None:
+    inner = Toy()
+    inner.layers = nn.ModuleList(RenormingBlock(16) for _ in range(2))
+    placement = megatrain.Placement.spread(2, resident=resident, everything=everything)
+    model = stream(inner, self_check=False, placement=placement)
+    with pytest.raises(megatrain.UnsupportedModelError, match=r"layers\.0 writes its parameter linear\.weight"):
+        model.step(toy_batch(1))
+
+
 class Skipping(ToyBlock):
     """Stochastic depth by a generator that is not torch's."""
 
