@@ -69,7 +69,7 @@ TEST(KeptStore, MemoryIsUsedAgain) {
 
 TEST(KeptStore, RefusesWhatItDoesNotHave) {
   Engine engine(store_with_delays(3));
-  EXPECT_THROW(engine.kept().landed(0), CallerError);
+  EXPECT_THROW(engine.kept().wait_landed(0), CallerError);
   std::vector<std::byte> device(kBytes);
   EXPECT_THROW(engine.kept().put(1, device.data(), kBytes, {}), CallerError);
   const std::int64_t number = engine.kept().put(0, device.data(), 0, {});
