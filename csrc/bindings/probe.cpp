@@ -28,14 +28,17 @@ void bind_probe(py::module_& module) {
   module.def(
       "measure_machine",
       [](const PyBackend& backend, std::uintptr_t device_memory, std::size_t nbytes,
-         std::optional<std::int64_t> parameters, double seconds, int rounds) {
-        const ProbeSettings settings{
-            .parameters = parameters.value_or(probe_parameters()), .seconds = seconds, .rounds = rounds};
+         std::optional<std::int64_t> parameters, std::optional<std::size_t> cache_bytes, double seconds,
+         int rounds) {
+        const ProbeSettings settings{.parameters = parameters.value_or(probe_parameters()),
+                                     .cache_bytes = cache_bytes,
+                                     .seconds = seconds,
+                                     .rounds = rounds};
         return measure_machine(*backend.backend, pointer(device_memory), nbytes, settings);
       },
       py::arg("backend"), py::arg("device_memory"), py::arg("nbytes"), py::kw_only(),
-      py::arg("parameters") = py::none(), py::arg("seconds") = defaults.seconds,
-      py::arg("rounds") = defaults.rounds, ReleaseGil());
+      py::arg("parameters") = py::none(), py::arg("cache_bytes") = py::none(),
+      py::arg("seconds") = defaults.seconds, py::arg("rounds") = defaults.rounds, ReleaseGil());
 }
 
 }  // namespace megatrain::bindings

@@ -14,21 +14,33 @@ double seconds_since(std::chrono::steady_clock::time_point begin) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
 }
 
+// Of the host, a direction: whole copies.
+std::size_t side_bytes(std::size_t copy_bytes, std::size_t cache_bytes) {
+  return std::max<std::size_t>(1, (cache_bytes + copy_bytes - 1) / copy_bytes) * copy_bytes;
+}
+
+// Sleeping threads, and cores that slept with them, take a while.
+void wake(ThreadPool& pool) {
+  pool.run([](unsigned, unsigned) {});
+}
+
 }  // namespace
 
 double Rates::ring() const noexcept { return std::min({up / kUpBytes, down / kDownBytes, updates}); }
 
 Contest::Contest(Backend& backend, ThreadPool& everyone, std::byte* device, std::size_t device_bytes,
-                 std::int64_t parameters)
+                 std::int64_t parameters, std::size_t cache_bytes)
     : copy_bytes_(device_bytes / 2),
-      load_(backend, everyone, parameters),
-      source_(backend, everyone, copy_bytes_, true),
-      target_(backend, everyone, copy_bytes_, true),
-      up_(backend, CopyKind::kHostToDevice, source_.data(), device, copy_bytes_),
-      down_(backend, CopyKind::kDeviceToHost, target_.data(), device + copy_bytes_, copy_bytes_) {}
+      load_(backend, everyone, parameters, UpdateLoad::windows_beyond(cache_bytes, parameters)),
+      source_(backend, everyone, side_bytes(copy_bytes_, cache_bytes), true),
+      target_(backend, everyone, source_.bytes(), true),
+      up_(backend, CopyKind::kHostToDevice, source_.data(), source_.bytes(), device, copy_bytes_),
+      down_(backend, CopyKind::kDeviceToHost, target_.data(), target_.bytes(), device + copy_bytes_,
+            copy_bytes_) {}
 
-std::size_t Contest::host_bytes(std::size_t device_bytes, std::int64_t parameters) {
-  return device_bytes + UpdateLoad::bytes(parameters);
+std::size_t Contest::host_bytes(std::size_t device_bytes, std::int64_t parameters, std::size_t cache_bytes) {
+  return 2 * side_bytes(device_bytes / 2, cache_bytes) +
+         UpdateLoad::windows_beyond(cache_bytes, parameters) * UpdateLoad::bytes(parameters);
 }
 
 Rates Contest::copies(bool up, bool down, double seconds) {
@@ -39,12 +51,12 @@ Rates Contest::copies(bool up, bool down, double seconds) {
 }
 
 Rates Contest::updates(ThreadPool& pool, double seconds) {
-  load_.update(pool);
+  wake(pool);
   return {.updates = updates_during(pool, seconds)};
 }
 
 Rates Contest::both(ThreadPool& pool, double seconds) {
-  load_.update(pool);
+  wake(pool);
   return with_copies(true, true, [&] { return updates_during(pool, seconds); });
 }
 

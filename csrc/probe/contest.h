@@ -1,5 +1,5 @@
-// Copies and updates share the host's memory: how fast each goes alone and beside the other. Used by
-// one thread, which waits while the copies are queued by threads of their own.
+// Copies and updates share the host's memory: how fast each goes alone and beside the other, when what they
+// move is in no cache. Used by one thread, which waits while the copies are queued by threads of their own.
 #pragma once
 
 #include <cstddef>
@@ -27,13 +27,15 @@ struct Rates {
 class Contest {
  public:
   // `device` is memory of `device_bytes` on the backend's device, whose halves copies go to and come
-  // from. `everyone` first touches the host's side.
+  // from. `everyone` first touches the host's side. There, updates of `parameters` at a time go round in six
+  // times `cache_bytes`, and copies, half of the device's memory at a time, in `cache_bytes` a direction.
   Contest(Backend& backend, ThreadPool& everyone, std::byte* device, std::size_t device_bytes,
-          std::int64_t parameters);
+          std::int64_t parameters, std::size_t cache_bytes);
 
-  static std::size_t host_bytes(std::size_t device_bytes, std::int64_t parameters);
+  static std::size_t host_bytes(std::size_t device_bytes, std::int64_t parameters, std::size_t cache_bytes);
   bool pinned() const noexcept { return source_.pinned() && target_.pinned(); }
 
+  // Each goes on where the one before it ended, with memory that was touched longest ago.
   Rates copies(bool up, bool down, double seconds);
   Rates updates(ThreadPool& pool, double seconds);
   Rates both(ThreadPool& pool, double seconds);

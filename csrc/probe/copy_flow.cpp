@@ -5,8 +5,9 @@
 
 namespace megatrain {
 
-CopyFlow::CopyFlow(Backend& gpu, CopyKind kind, std::byte* host, std::byte* device, std::size_t bytes)
-    : gpu_(gpu), kind_(kind), host_(host), device_(device), bytes_(bytes) {
+CopyFlow::CopyFlow(Backend& gpu, CopyKind kind, std::byte* host, std::size_t host_bytes, std::byte* device,
+                   std::size_t bytes)
+    : gpu_(gpu), kind_(kind), host_(host), pieces_(host_bytes / bytes), device_(device), bytes_(bytes) {
   const std::string name = kind == CopyKind::kHostToDevice ? "probe-up" : "probe-down";
   stream_ = gpu.create_stream(name);
   for (Event& end : ends_) end = gpu.create_event(name);
@@ -40,7 +41,9 @@ void CopyFlow::copy() {
     const EventView end = ends_[i % kInFlight].view();
     gpu_.synchronize(end);
     if (i >= kInFlight) ++copies_;
-    gpu_.copy(up ? device_ : host_, up ? host_ : device_, bytes_, kind_, stream_);
+    std::byte* const host = host_ + next_ * bytes_;
+    next_ = (next_ + 1) % pieces_;
+    gpu_.copy(up ? device_ : host, up ? host : device_, bytes_, kind_, stream_);
     gpu_.record(end, stream_);
   }
   gpu_.synchronize(stream_.view());

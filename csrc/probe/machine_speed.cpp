@@ -5,11 +5,14 @@
 
 #include "base/cpu.h"
 #include "base/error.h"
+#include "device/host_memory.h"
+#include "probe/cache_size.h"
 
 namespace megatrain {
 namespace {
 
 constexpr double kGoodEnough = 0.98;
+constexpr std::size_t kMostCacheBytes = std::size_t{512} << 20;
 
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
@@ -52,6 +55,10 @@ std::int64_t probe_parameters() {
   return std::clamp(std::int64_t{usable_cores()} << 21, std::int64_t{8} << 20, std::int64_t{32} << 20);
 }
 
+std::size_t probe_cache_bytes(std::size_t cache_bytes, std::size_t available_bytes) {
+  return std::min({cache_bytes, kMostCacheBytes, available_bytes / 16});
+}
+
 unsigned recommended_threads(const std::vector<unsigned>& threads, const std::vector<double>& rings) {
   if (threads.empty()) return 0;
   const double best = *std::max_element(rings.begin(), rings.end());
@@ -67,13 +74,16 @@ MachineSpeed measure_machine(Backend& backend, std::byte* device, std::size_t de
                       std::to_string(settings.rounds) + " rounds with " + std::to_string(device_bytes) +
                       " bytes on the device; it needs at least 1, 1 and 2");
   }
-  require_host_memory(Contest::host_bytes(device_bytes, settings.parameters));
+  const std::size_t cache_bytes =
+      probe_cache_bytes(settings.cache_bytes ? *settings.cache_bytes : last_level_cache_bytes(),
+                        host_memory_limit().available_bytes);
+  require_host_memory(Contest::host_bytes(device_bytes, settings.parameters, cache_bytes));
   const unsigned cores = usable_cores();
   // Fewer than a quarter of the cores nowhere came near to the best.
   const std::vector<unsigned> steps = thread_steps((cores + 3) / 4, cores);
   std::vector<std::unique_ptr<ThreadPool>> pools;
   for (const unsigned threads : steps) pools.push_back(std::make_unique<ThreadPool>(threads));
-  Contest contest(backend, *pools.back(), device, device_bytes, settings.parameters);
+  Contest contest(backend, *pools.back(), device, device_bytes, settings.parameters, cache_bytes);
   Samples samples;
   samples.alone.resize(steps.size());
   samples.beside.resize(steps.size());

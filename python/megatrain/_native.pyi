@@ -90,11 +90,14 @@ def measure_machine(
     nbytes: int,
     *,
     parameters: int | None = None,
+    cache_bytes: int | None = None,
     seconds: float = 0.02,
     rounds: int = 2,
 ) -> MachineSpeed:
     """`device_memory` is an address on the backend's device, overwritten; PROBE_DEVICE_BYTES is enough.
-    `parameters` of the update; None for 2 Mi a core, 8 to 32 Mi."""
+    `parameters` of a pass of the update; None for 2 Mi a core, 8 to 32 Mi. `cache_bytes` of the last level, all its
+    caches together, of which eight times are taken so that they hold nothing that is measured; None for this
+    machine's. More than 512 MiB, or than a sixteenth of the host's free memory, counts as that."""
 
 # machine
 

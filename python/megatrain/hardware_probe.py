@@ -33,8 +33,9 @@ class FreeMemory:
 def measured_hardware(device: str | torch.device | HostBackend | CudaBackend = "auto") -> Hardware:
     """Measured in about two seconds, once a process and device; the memory is looked up at each call.
 
-    Takes 0.5 GiB of host and 0.4 GiB of device memory meanwhile; MemoryError or torch.OutOfMemoryError where there is
-    not enough. ValueError where there is no CUDA device. Other work on the machine at that time is measured too."""
+    Takes 0.5 to 4.5 GiB of host memory (machine_speed says what decides) and 0.4 GiB of device memory meanwhile;
+    MemoryError or torch.OutOfMemoryError where there is not enough. ValueError where there is no CUDA device. Other
+    work on the machine at that time is measured too."""
     backend = resolve_backend(device)
     if backend.name != "cuda":
         raise ValueError("there is no GPU here to measure; name a preset of megatrain.planner")

@@ -41,10 +41,13 @@ class MachineSpeed:
 
 
 def machine_speed(device: str | torch.device | HostBackend | CudaBackend = "auto") -> MachineSpeed:
-    """Measured in about a second, once a process and device; later calls return the first result.
+    """Measured in one to two seconds, once a process and device; later calls return the first result.
 
-    Takes 0.5 GiB of host memory and 32 MiB of the device's meanwhile; MemoryError where the host has not enough.
-    Other work on the machine at that time is measured too."""
+    All of it goes through host memory, as in training: no cache holds what is updated and copied. For that it takes
+    eight times the processors' last-level caches meanwhile, 0.5 to 4.5 GiB (2.8 for 300 MiB of cache), and 32 MiB of
+    the device's. Where the host has not twice as much free, it takes about half of what is free, down to 0.5 GiB, and
+    figures of updates may be too high; MemoryError where that is not there. Other work on the machine at that time is
+    measured too."""
     return _measured(_Place(resolve_backend(device)))
 
 

@@ -36,13 +36,15 @@ class Probe : public ::testing::Test {
  protected:
   static constexpr std::size_t kDeviceBytes = 1 << 20;
   static constexpr std::int64_t kParameters = 100003;
+  static constexpr std::size_t kCacheBytes = 3 << 20;  // several windows of updates, pieces of copies
   std::unique_ptr<Backend> backend_ = make_host_backend({});
   std::vector<std::byte> device_ = std::vector<std::byte>(kDeviceBytes);
 };
 
 TEST_F(Probe, MeasuresEveryDirectionAndEveryNumberOfThreads) {
-  const MachineSpeed speed = measure_machine(*backend_, device_.data(), kDeviceBytes,
-                                             {.parameters = kParameters, .seconds = 0.01, .rounds = 3});
+  const MachineSpeed speed =
+      measure_machine(*backend_, device_.data(), kDeviceBytes,
+                      {.parameters = kParameters, .cache_bytes = kCacheBytes, .seconds = 0.01, .rounds = 3});
   for (const double rate : {speed.up, speed.down, speed.up_together, speed.down_together}) {
     EXPECT_GT(rate, 1e6);
   }
@@ -61,8 +63,8 @@ TEST_F(Probe, MeasuresEveryDirectionAndEveryNumberOfThreads) {
 
 TEST_F(Probe, RunsWhatIsAskedForAndNothingElse) {
   ThreadPool pool(1);
-  Contest contest(*backend_, pool, device_.data(), kDeviceBytes, kParameters);
-  const Rates up = contest.copies(true, false, 0.02), down = contest.copies(false, true, 0.02);
+  Contest contest(*backend_, pool, device_.data(), kDeviceBytes, kParameters, kCacheBytes);
+  const Rates up = contest.copies(true, false, 0.1), down = contest.copies(false, true, 0.1);
   EXPECT_GT(up.up, 0);
   EXPECT_EQ(up.down, 0);
   EXPECT_EQ(down.up, 0);
@@ -75,7 +77,7 @@ TEST_F(Probe, RunsWhatIsAskedForAndNothingElse) {
 // The recommendation is only as good as the update that is measured: it must be the real one.
 TEST_F(Probe, ALoadOfMoreParametersTakesLongerAPass) {
   ThreadPool pool(1);
-  UpdateLoad small(*backend_, pool, 1000), large(*backend_, pool, 4 << 20);
+  UpdateLoad small(*backend_, pool, 1000, 1), large(*backend_, pool, 4 << 20, 1);
   const auto seconds = [&](UpdateLoad& load) {
     const auto begin = std::chrono::steady_clock::now();
     load.update(pool);
@@ -83,6 +85,14 @@ TEST_F(Probe, ALoadOfMoreParametersTakesLongerAPass) {
   };
   seconds(large);
   EXPECT_GT(seconds(large), 5 * seconds(small));
+}
+
+TEST(ProbeCache, IsBoundedByWhatTouchingTakesAndByFreeMemory) {
+  constexpr std::size_t kMiB = std::size_t{1} << 20;
+  EXPECT_EQ(probe_cache_bytes(300 * kMiB, 100'000 * kMiB), 300 * kMiB);
+  EXPECT_EQ(probe_cache_bytes(2304 * kMiB, 100'000 * kMiB), 512 * kMiB);
+  EXPECT_EQ(probe_cache_bytes(300 * kMiB, 1600 * kMiB), 100 * kMiB);
+  EXPECT_EQ(probe_cache_bytes(0, 1600 * kMiB), 0u);
 }
 
 TEST_F(Probe, NothingToMeasureIsRefused) {

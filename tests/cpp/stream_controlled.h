@@ -47,6 +47,7 @@ class ControlledBackend final : public Backend {
   // Set before the engine is made; called by its threads.
   std::function<void()> before_update = [] {};
   std::function<void(CopyKind)> before_copy = [](CopyKind) {};
+  std::function<void(const void*, const void*)> on_copy = [](const void*, const void*) {};  // to, from
   std::function<void(EventView)> on_record = [](EventView) {};
   std::function<bool(EventView)> seems_ahead = [](EventView) { return false; };  // not reached() yet
 
@@ -65,6 +66,7 @@ class ControlledBackend final : public Backend {
   void copy(void* destination, const void* source, std::size_t bytes, CopyKind kind,
             StreamView stream) override {
     before_copy(kind);
+    on_copy(destination, source);
     inner_->copy(destination, source, bytes, kind, stream);
   }
   void update(const UpdateStep& step, const UpdateSpan& span, int* non_finite, StreamView stream) override {

@@ -72,3 +72,14 @@ def test_what_cannot_be_measured_is_refused() -> None:
         _native.measure_machine(HostBackend(), memory.data_ptr(), memory.numel(), parameters=0)
     with pytest.raises(MemoryError, match="are needed"):
         _native.measure_machine(HostBackend(), memory.data_ptr(), memory.numel(), parameters=1 << 45)
+
+
+def test_a_cache_may_be_named() -> None:
+    memory = torch.empty(1 << 16, dtype=torch.uint8)
+    small = {"parameters": 10_000, "seconds": 0.005, "rounds": 1}
+    measured = _native.measure_machine(
+        HostBackend(), memory.data_ptr(), memory.numel(), cache_bytes=1 << 20, **small
+    )
+    assert all(row.updates_alone > 0 for row in measured.by_threads)
+    with pytest.raises(TypeError):
+        _native.measure_machine(HostBackend(), memory.data_ptr(), memory.numel(), cache_bytes=-1, **small)
