@@ -1,5 +1,6 @@
 // How close AdamW comes to the speed of memory: every instruction set and format beside a pass of the
-// same bytes without its arithmetic, on the same memory. All take turns, round by round.
+// same bytes without its arithmetic, on the same memory. All take turns, round by round, and never the
+// same memory twice in a row, since some of the tiles would stay in large caches.
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -27,7 +28,7 @@ constexpr std::int64_t kVerified = 100003;
 constexpr std::int64_t kCached = 8192;
 constexpr int kCachedPasses = 256;
 
-// A format by an instruction set, timed next to its mix: what is compared are neighbours in time.
+// A format by an instruction set, timed in the same turn as its mix: what is compared are neighbours in time.
 struct Entry {
   AdamTile* tile;
   Isa isa;
@@ -36,10 +37,14 @@ struct Entry {
 
 using Tiles = std::vector<std::unique_ptr<AdamTile>>;
 
-std::vector<Entry> entries(const Tiles& tiles) {
-  std::vector<Entry> all;
-  for (const auto& tile : tiles) {
-    for (const Isa isa : supported_isas()) all.push_back({tile.get(), isa, {}, {}, {}});
+// All formats by one instruction set.
+using Turn = std::vector<Entry>;
+
+std::vector<Turn> turns(const Tiles& tiles) {
+  std::vector<Turn> all;
+  for (const Isa isa : supported_isas()) {
+    Turn& turn = all.emplace_back();
+    for (const auto& tile : tiles) turn.push_back({tile.get(), isa, {}, {}, {}});
   }
   return all;
 }
@@ -82,22 +87,28 @@ double cached_rate(ThreadPool& pool, AdamTile& tile, Isa isa) {
   return static_cast<double>(count * pool.workers() * kCachedPasses) / took.count();
 }
 
-void measure(std::vector<Entry>& all, ThreadPool& pool, int rounds, double seconds) {
+// Between two passes over a tile lie passes over all others.
+void measure(Turn& turn, ThreadPool& pool) {
+  for (Entry& entry : turn) {
+    entry.mix.push_back(rate(pool, *entry.tile, [&](ElementRange range) { entry.tile->mix(range); }));
+  }
+  for (Entry& entry : turn) {
+    entry.update.push_back(
+        rate(pool, *entry.tile, [&](ElementRange range) { entry.tile->update(entry.isa, range); }));
+  }
+  for (Entry& entry : turn) entry.cached.push_back(cached_rate(pool, *entry.tile, entry.isa));
+}
+
+std::vector<Turn> measure(const Tiles& tiles, ThreadPool& pool, int rounds, double seconds) {
+  std::vector<Turn> warm_up = turns(tiles), all = turns(tiles);
   const auto begin = std::chrono::steady_clock::now();
-  for (int round = -1; round < rounds; ++round) {  // the first warms up
-    for (Entry& entry : all) {
-      AdamTile& tile = *entry.tile;
-      const double mix = rate(pool, tile, [&](ElementRange range) { tile.mix(range); });
-      const double update = rate(pool, tile, [&](ElementRange range) { tile.update(entry.isa, range); });
-      const double cached = cached_rate(pool, tile, entry.isa);
-      if (round < 0) continue;
-      entry.mix.push_back(mix);
-      entry.update.push_back(update);
-      entry.cached.push_back(cached);
-    }
+  for (Turn& turn : warm_up) measure(turn, pool);
+  for (int round = 0; round < rounds; ++round) {
+    for (Turn& turn : all) measure(turn, pool);
     const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
     if (round >= 2 && took.count() > seconds) break;
   }
+  return all;
 }
 
 // cached: none for what computes nothing.
@@ -142,18 +153,16 @@ void run(const Arguments& arguments, Report& report) {
                {"in cache", "cached_mparam_per_s"}});
   for (const std::int64_t count : threads) {
     ThreadPool pool(static_cast<unsigned>(count));
-    std::vector<Entry> all = entries(tiles);
-    measure(all, pool, quick ? 3 : 21, kSecondsInAll / static_cast<double>(threads.size()));
-    for (const auto& tile : tiles) {
+    const std::vector<Turn> all =
+        measure(tiles, pool, quick ? 3 : 21, kSecondsInAll / static_cast<double>(threads.size()));
+    for (std::size_t i = 0; i < tiles.size(); ++i) {
       std::vector<double> mix;
-      for (const Entry& entry : all) {
-        if (entry.tile == tile.get()) mix.insert(mix.end(), entry.mix.begin(), entry.mix.end());
-      }
-      add_row(table, *tile, count, "mix alone", mix, 1, {});
-      for (const Entry& entry : all) {
-        if (entry.tile != tile.get()) continue;
-        add_row(table, *tile, count, isa_name(entry.isa), entry.update, median_ratio(entry.update, entry.mix),
-                entry.cached);
+      for (const Turn& turn : all) mix.insert(mix.end(), turn[i].mix.begin(), turn[i].mix.end());
+      add_row(table, *tiles[i], count, "mix alone", mix, 1, {});
+      for (const Turn& turn : all) {
+        const Entry& entry = turn[i];
+        add_row(table, *tiles[i], count, isa_name(entry.isa), entry.update,
+                median_ratio(entry.update, entry.mix), entry.cached);
       }
     }
   }

@@ -1,5 +1,6 @@
 // Copies and updates share the host's memory. Copies go both ways all the time while AdamW runs with
-// more and more threads: who loses how much, and how many threads serve the ring best.
+// more and more threads: who loses how much, and how many threads serve the ring best. Both work in memory
+// that caches do not hold.
 //
 // What "ring" and the recommended number are: csrc/probe/contest.h and machine_speed.h, which the
 // scheduler measures by too, in less time.
@@ -13,6 +14,7 @@
 #include "base/error.h"
 #include "cuda_tools.h"
 #include "device/host_memory.h"
+#include "probe/cache_size.h"
 #include "probe/contest.h"
 #include "probe/machine_speed.h"
 #include "program.h"
@@ -44,13 +46,14 @@ void run(const Arguments& arguments, Report& report) {
   Backend& gpu = *gpus[device];
   const std::int64_t parameters = qwen_layer_elements(arguments.text("--layer")) / (quick ? 64 : 1);
   const std::size_t copy_bytes = std::size_t{quick ? 4u : 64u} << 20;
-  require_host_memory(Contest::host_bytes(2 * copy_bytes, parameters));
+  const std::size_t cache_bytes = quick ? 0 : last_level_cache_bytes();
+  require_host_memory(Contest::host_bytes(2 * copy_bytes, parameters, cache_bytes));
 
   ThreadPool everyone(usable_cores());
   DeviceMemory device_memory(gpu.device_index(), 2 * copy_bytes);
-  Contest contest(gpu, everyone, device_memory.data(), 2 * copy_bytes, parameters);
+  Contest contest(gpu, everyone, device_memory.data(), 2 * copy_bytes, parameters, cache_bytes);
   if (!contest.pinned()) {
-    throw OutsideError("the machine refused to pin " + std::to_string(2 * copy_bytes) + " bytes (ulimit -l)");
+    throw OutsideError("the machine refused to pin memory for copies (ulimit -l)");
   }
   const double seconds = quick ? 0.02 : 0.4;
   const std::vector<unsigned> steps = thread_steps(1, usable_cores());

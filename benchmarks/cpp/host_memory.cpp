@@ -1,6 +1,7 @@
 // What the host's memory can do, by kind of pass, number of threads and NUMA node: the passes of
 // STREAM, and one with the streams of AdamW. All passes work on the same memory, in turn, since
-// memory of virtual machines changes its speed from one second to the next.
+// memory of virtual machines changes its speed from one second to the next. Caches hold no more than a
+// sixth of it.
 #include "device/host_memory.h"
 
 #include <algorithm>
@@ -16,12 +17,14 @@
 #include "machine.h"
 #include "memory_passes.h"
 #include "node_memory.h"
+#include "probe/cache_size.h"
 #include "program.h"
 #include "tiles/share.h"
 
 namespace megatrain::bench {
 namespace {
 
+constexpr std::int64_t kLeastMib = 512;
 constexpr std::int64_t kPageElements = 2048;  // a 4 KiB page of the narrowest section
 constexpr double kSecondsInAll = 90;
 constexpr float kScalar = 3;
@@ -222,9 +225,15 @@ std::string verdict(const Best& best) {
   return text;
 }
 
+// Of each array, so that all three are six times the caches.
+std::int64_t mib_beyond_caches() {
+  return std::max(kLeastMib, static_cast<std::int64_t>(2 * last_level_cache_bytes() >> 20));
+}
+
 void run(const Arguments& arguments, Report& report) {
   const bool quick = arguments.quick();
-  const std::int64_t mib = quick ? 8 : arguments.count("--mib");
+  const std::int64_t asked = arguments.count("--mib", 0);
+  const std::int64_t mib = quick ? 8 : asked > 0 ? asked : mib_beyond_caches();
   const std::int64_t elements = mib * (1 << 20) / 4;
   const std::size_t bytes = static_cast<std::size_t>(3 * elements + 2 * kGap) * sizeof(float);
   require_host_memory(bytes);
@@ -273,9 +282,11 @@ void run(const Arguments& arguments, Report& report) {
 }  // namespace megatrain::bench
 
 int main(int argc, char** argv) {
-  return megatrain::bench::run_program(argc, argv,
-                                       {"host_memory",
-                                        "what the host's memory can do, by pass, threads and NUMA node",
-                                        {{"--mib", "N", "512", "size of each of the three arrays"}},
-                                        megatrain::bench::run});
+  return megatrain::bench::run_program(
+      argc, argv,
+      {"host_memory",
+       "what the host's memory can do, by pass, threads and NUMA node",
+       {{"--mib", "N", "0",
+         "size of each of the three arrays; 0: twice the last-level caches, at least 512"}},
+       megatrain::bench::run});
 }

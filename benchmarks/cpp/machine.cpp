@@ -11,6 +11,7 @@
 
 #include "base/cpu.h"
 #include "cuda_tools.h"
+#include "probe/cache_size.h"
 
 namespace megatrain::bench {
 namespace {
@@ -46,6 +47,8 @@ bool allowed(int cpu) {
   }();
   return cpu < CPU_SETSIZE && CPU_ISSET(cpu, &set);
 }
+
+double cache_mib() { return static_cast<double>(last_level_cache_bytes()) / (1 << 20); }
 
 double memory_gib() {
   return static_cast<double>(sysconf(_SC_PHYS_PAGES)) * static_cast<double>(sysconf(_SC_PAGESIZE)) /
@@ -120,6 +123,7 @@ Json machine_facts() {
   Json facts = Json::object();
   facts.set("cpu", cpu_model()).set("usable_cores", usable_cores());
   facts.set("isa", isa_name(select_isa(""))).set("virtual_machine", virtual_machine());
+  facts.set("last_level_cache_mib", cache_mib());
   facts.set("memory_gib", memory_gib()).set("huge_pages", huge_pages());
   facts.set("kernel", kernel_release()).set("date", today());
   Json nodes = Json::array();
@@ -141,7 +145,8 @@ std::string machine_text() {
   std::ostringstream text;
   text.precision(4);
   text << cpu_model() << ", " << usable_cores() << " usable cores, " << isa_name(select_isa("")) << ", "
-       << numa_nodes().size() << " NUMA node(s), " << memory_gib() << " GiB, huge pages: " << huge_pages()
+       << numa_nodes().size() << " NUMA node(s), " << cache_mib() << " MiB of last-level cache, "
+       << memory_gib() << " GiB, huge pages: " << huge_pages()
        << (virtual_machine() ? ", virtual machine\n" : "\n");
   const std::vector<GpuFacts> gpus = gpu_facts();
   for (std::size_t i = 0; i < gpus.size(); ++i) {

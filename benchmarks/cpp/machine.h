@@ -1,4 +1,4 @@
-// What the figures were measured on: processor, memory, NUMA nodes, GPUs.
+// What the figures were measured on: processor, caches, memory, NUMA nodes, GPUs.
 #pragma once
 
 #include <string>
