@@ -42,6 +42,8 @@ class DirectCalls:
         self.device = device
         self.unit_of = unit_of
         self.keeping = keeping
+        self.masked = False
+        """Tokens may be in the module's forward that comes next."""
         self.cut_short = False
         """A backward was ended by an exception: acquisitions may be outstanding."""
 
@@ -70,6 +72,7 @@ class _PendingCall:
     def __init__(self, owner: DirectCalls, call: BlockCall) -> None:
         self.owner = owner
         self.call = call
+        self.masked = owner.masked
         self.record: CallRecord | None = None
         self.version: object = None
         self.flat: list[Any] = []
@@ -111,7 +114,7 @@ class _PendingCall:
         try:
             with (
                 preserved(owner.device),
-                preferred_attention(owner.device),
+                preferred_attention(owner.device, masked=self.masked),
                 owner.weights.on_device(block) as weights,
             ):
                 assert self.record is not None

@@ -351,7 +351,9 @@ class BlockRunner:
     ) -> tuple[list[torch.Tensor], list[GradientEdge | None], EnteredWeights]:
         """(the call's tensors, where to ask for their gradients, weights), for a forward."""
         given = call.tensors()
-        pairs = zip(*enter(call.block.name, [tensor for tensor in given if tensor.requires_grad]), strict=True)
+        # Detached: the graph would hold a leaf itself, and so its memory.
+        entering = [tensor.detach() for tensor in given if tensor.requires_grad]
+        pairs = zip(*enter(call.block.name, entering), strict=True)
         inputs: list[torch.Tensor] = []
         edges: list[GradientEdge | None] = []
         for tensor in given:

@@ -36,7 +36,7 @@ def generate_by(
     moved_args, moved_kwargs = model._parts.surroundings.arguments_to_device(args, kwargs)
     with (
         torch.no_grad(),
-        model._parts.surroundings.own_arithmetic(caches=True),
+        model._parts.surroundings.own_arithmetic(caches=True, masked=True),
         model._parts.runner.eagerly(),
         _weights_expected(model.module, model._parts.weights, model._parts.updates.next_uses),
     ):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatrain.attention import masks_tokens
 from megatrain.errors import UnsupportedModelError
 from megatrain.interrupts import DeferredInterrupts
 from megatrain.loss import tokens_of, weight_of
@@ -108,7 +109,10 @@ class Passes:
         parts.engine.begin_step(parts.updates.steps)
         try:
             lazily = parts.surroundings.lazily() if lazy_logits else nullcontext()
-            with parts.surroundings.around([kwargs], caches=not with_gradients), lazily:
+            # What a second argument by position is, only the module knows.
+            parts.direct.masked = len(args) > 1 or masks_tokens(kwargs)
+            around = parts.surroundings.around([kwargs], caches=not with_gradients, masked=parts.direct.masked)
+            with around, lazily:
                 output = (call or parts.module)(*moved_args, **moved_kwargs)
         except BaseException:
             parts.steps.recover()
@@ -127,7 +131,7 @@ class Passes:
     def check(self, batch: Mapping[str, Any]) -> None:
         """Hold gradients against a resident run, see `megatrain.self_check`; nothing where that is off."""
         if not self._checked:
-            with self._parts.surroundings.own_arithmetic():
+            with self._parts.surroundings.own_arithmetic(masked=masks_tokens(batch)):
                 self._checked = check_model(self._parts, batch)
 
     def plan_for(self, batch: Batch) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from megatrain.attention import preferred_attention
+from megatrain.attention import masks_tokens, preferred_attention
 from megatrain.logits import WarnOnFullLogits, lazy_head, mirror_labels
 
 if TYPE_CHECKING:
@@ -34,9 +34,12 @@ class Surroundings:
         self._warn_full_logits = WarnOnFullLogits()
 
     @contextmanager
-    def around(self, batches: Sequence[Mapping[str, Any]], *, caches: bool = False) -> Iterator[None]:
-        """For the forwards of these batches. `caches` leaves caching to the module's configuration."""
-        with self.own_arithmetic(caches=caches):
+    def around(
+        self, batches: Sequence[Mapping[str, Any]], *, caches: bool = False, masked: bool = False
+    ) -> Iterator[None]:
+        """For the forwards of these batches. `caches` leaves caching to the module's configuration. masked: tokens may
+        be, though no batch says so."""
+        with self.own_arithmetic(caches=caches, masked=masked or any(map(masks_tokens, batches))):
             # Without labels somebody wants the logits themselves.
             with self.lazily() if any("labels" in batch for batch in batches) else nullcontext():
                 yield
@@ -53,12 +56,13 @@ class Surroundings:
             yield
 
     @contextmanager
-    def own_arithmetic(self, *, caches: bool = False) -> Iterator[None]:
+    def own_arithmetic(self, *, caches: bool = False, masked: bool) -> Iterator[None]:
         """No autocast: bf16 weights need none, and its casts would outlive a slot. The compute device is the
-        current one, which the native side makes it in any thread that calls it."""
+        current one, which the native side makes it in any thread that calls it. masked: see `masks_tokens`."""
         used = [(config, config.use_cache) for config in self._configs if config.use_cache and not caches]
         current = torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
-        with current, preferred_attention(self._device), torch.autocast(self._device.type, enabled=False):
+        attention = preferred_attention(self._device, masked=masked)
+        with current, attention, torch.autocast(self._device.type, enabled=False):
             try:
                 for config, _ in used:
                     config.use_cache = False
