@@ -185,6 +185,7 @@ void Ring::count(RingResult& result, const RingRun& run) {
       }
       case SpanKind::kCompute:
       case SpanKind::kWait:
+      case SpanKind::kWaitDown:
         break;
     }
   }

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeSpeed:
-    """FLOP/s of large matrix products and of causal attention's forward in bf16 (of which the masked half is not
-    counted), and bytes/s of passes over the device's memory."""
+    """FLOP/s of large matrix products, between passes over the device's memory, and of causal attention's forward in
+    bf16 (of which the masked half is not counted), and bytes/s of such passes."""
 
     bf16_flops: float
     fp32_flops: float
@@ -43,6 +43,9 @@ class ProbeSizes:
 
 
 ROWS = 4
+PASSES_A_PRODUCT = 3
+"""Of memory, about a tenth of the time, as in a step. Products one after another draw so much power that an H200 slows
+down further than it does in steps."""
 
 
 def compute_speed(device: torch.device, sizes: ProbeSizes | None = None) -> ComputeSpeed:
@@ -55,12 +58,31 @@ def compute_speed(device: torch.device, sizes: ProbeSizes | None = None) -> Comp
         # Zeros would need less power, and so run faster than weights do.
         return torch.randn(shape, generator=generator, device=device, dtype=dtype)
 
+    source = random(sizes.elements)
+    copied = torch.empty_like(source)
+
+    def one_pass() -> None:
+        torch.add(source, 1.0, out=copied)
+
+    def passes() -> float:
+        """Seconds of one."""
+        call = _repeated(one_pass, device)
+        call(0.0)
+        return call(sizes.other_seconds)
+
     def product(m: int, k: int, n: int, dtype: torch.dtype, warm_up: float, seconds: float) -> float:
         a, b = random(m, k, dtype=dtype), random(k, n, dtype=dtype)
         out = torch.empty(m, n, device=device, dtype=dtype)
-        call = _repeated(lambda: torch.mm(a, b, out=out), device)
+
+        def work() -> None:
+            torch.mm(a, b, out=out)
+            for _ in range(PASSES_A_PRODUCT):
+                one_pass()
+
+        call = _repeated(work, device)
         call(warm_up)
-        return 2.0 * m * k * n / call(seconds)
+        # A pass beside products is no slower than one alone.
+        return 2.0 * m * k * n / max(call(seconds) - PASSES_A_PRODUCT * pass_seconds, 1e-9)
 
     def attention() -> float:
         shape = (ROWS, sizes.heads, sizes.length, sizes.head_size)
@@ -72,19 +94,13 @@ def compute_speed(device: torch.device, sizes: ProbeSizes | None = None) -> Comp
             seconds = call(sizes.other_seconds)
         return 2.0 * ROWS * sizes.heads * sizes.length**2 * sizes.head_size / seconds
 
-    def passes() -> float:
-        source = random(sizes.elements)
-        out = torch.empty_like(source)
-        call = _repeated(lambda: torch.add(source, 1.0, out=out), device)
-        call(0.0)
-        return 2.0 * source.nbytes / call(sizes.other_seconds)
-
     with torch.no_grad():
+        pass_seconds = passes()
         return ComputeSpeed(
             bf16_flops=product(*sizes.product, torch.bfloat16, sizes.warm_up_seconds, sizes.product_seconds),
             fp32_flops=product(*sizes.fp32_product, torch.float32, 0.0, sizes.other_seconds),
             attention_flops=attention(),
-            gpu_bandwidth=passes(),
+            gpu_bandwidth=2.0 * source.nbytes / pass_seconds,
         )
 
 

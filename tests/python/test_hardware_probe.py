@@ -37,17 +37,27 @@ COMPUTE = compute_speed.ComputeSpeed(
 
 
 def test_work_is_counted_as_the_planner_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each measurement takes one second."""
-    calls = []
+    """Each operation takes one second."""
+    outputs: list[torch.Tensor] = []
 
-    def one_second(work: Any, device: torch.device) -> Any:
+    def counted(operation: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+            outputs.append(operation(*args, **kwargs))
+            return outputs[-1]
+
+        return call
+
+    def repeated(work: Any, device: torch.device) -> Any:
         def repeat(seconds: float) -> float:
-            calls.append(work())
-            return 1.0
+            before = len(outputs)
+            work()
+            return float(len(outputs) - before)
 
         return repeat
 
-    monkeypatch.setattr(compute_speed, "_repeated", one_second)
+    monkeypatch.setattr(compute_speed, "_repeated", repeated)
+    for module, name in ((torch, "mm"), (torch, "add"), (torch.nn.functional, "scaled_dot_product_attention")):
+        monkeypatch.setattr(module, name, counted(getattr(module, name)))
     found = compute_speed.compute_speed(torch.device("cpu"), TINY)
     assert found.bf16_flops == 2 * 8 * 16 * 32
     assert found.fp32_flops == 2 * 4 * 8 * 16
@@ -55,8 +65,9 @@ def test_work_is_counted_as_the_planner_counts_it(monkeypatch: pytest.MonkeyPatc
     block = examples()[0].blocks[0]
     per_width = block.attention_flops(TINY.length) / block.attention_width
     assert found.attention_flops == per_width * TINY.heads * TINY.head_size * ROWS * TINY.length
-    assert [call.dtype for call in calls[::2]] == [torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16]
-    assert all(bool(torch.isfinite(call).all()) and float(call.abs().max()) > 0 for call in calls)
+    shapes = {tuple(output.shape): output.dtype for output in outputs}
+    assert shapes[8, 32] == shapes[(64,)] == shapes[ROWS, 2, 16, 8] == torch.bfloat16 and shapes[4, 16] == torch.float32
+    assert all(bool(torch.isfinite(output).all()) and float(output.abs().max()) > 0 for output in outputs)
 
 
 def test_work_is_repeated_until_the_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
