@@ -24,6 +24,7 @@ from statistics import median
 os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
 
 import torch
+from device_profile import profile
 from machine import machine
 from shapes import attention, fill_random, meta_model, random_weights
 from torch import nn
@@ -45,6 +46,7 @@ class Job:
     steps: int
     device: str
     host_memory: str | None
+    profile: bool
 
     def micro_batches(self) -> list[torch.Tensor]:
         shape = (self.accumulate, self.micro, self.length)
@@ -163,6 +165,8 @@ def _timed(job: Job, step, end) -> tuple[list[float], float]:  # type: ignore[no
             begin = time.perf_counter()
     _wait(job, end)
     seconds = (time.perf_counter() - begin) / (job.steps - WARM_UP)
+    if job.profile and job.device != "cpu":
+        print(profile(lambda: step(batches)), flush=True)
     return [float(loss) for loss in losses], seconds
 
 
@@ -188,6 +192,7 @@ def main() -> None:
     parser.add_argument("--host-memory")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--commit", default="", help="of the source, where git cannot say")
+    parser.add_argument("--profile", action="store_true", help="one more step a process: kernels by time, idle times")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     if arguments.steps <= WARM_UP:
