@@ -289,6 +289,7 @@ class BlockRunner:
         with torch.enable_grad(), graph.saving(in_place=in_place):
             output = self._caller(call.block, parameters, args, kwargs, keep=keeping.keep, hooked=call.hooked)
         _require_unwritten(call.block, parameters, versions)
+        _keep_hooks_apart(weights, parameters)
         # What the compiler recomputes would draw other numbers than the forward did.
         if keeping.keep == "everything" or call.rng == RngState.capture(self._device):
             record.graph = graph
@@ -307,6 +308,7 @@ class BlockRunner:
         with torch.enable_grad(), nothing_saved(call.block.name), recording:
             output = self._caller(call.block, parameters, args, kwargs, hooked=call.hooked)
         _require_unwritten(call.block, parameters, versions)
+        _keep_hooks_apart(weights, parameters)
         # An operator that is not run again would not draw again, and all after it would draw other numbers.
         if selected is not None and selected.is_whole() and call.rng == RngState.capture(self._device):
             record.selected = selected
@@ -363,7 +365,7 @@ class BlockRunner:
         return inputs, edges, self._entered_weights(call.block, weights)
 
     def _entered_weights(self, block: Block, weights: Mapping[str, torch.Tensor]) -> EnteredWeights:
-        """Names tied inside the block share one tensor. All calls in one stay of the weights share all of them."""
+        """Names tied inside the block share one tensor. Calls in one stay of the weights share all of them."""
         if isinstance(weights, BlockWeights) and weights.entered is not None:
             return weights.entered
         tensors = {id(parameter): weights[name].detach() for name, parameter in block.parameters}
@@ -461,6 +463,12 @@ def _require_unwritten(block: Block, weights: Mapping[str, torch.Tensor], versio
     for (name, weight), version in zip(weights.items(), versions, strict=True):
         if weight._version != version:
             raise UnsupportedModelError(f"{block.name} writes its parameter {name} in forward")
+
+
+def _keep_hooks_apart(weights: Mapping[str, torch.Tensor], entered: Mapping[str, torch.Tensor]) -> None:
+    """Hooks that a forward has put on its parameters are for its own gradients: the next call gets other tensors."""
+    if isinstance(weights, BlockWeights) and any(weight._backward_hooks for weight in entered.values()):
+        weights.entered = None
 
 
 def own_memory(value: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import families
 import pytest
 import torch
 import transformers
-from case_models import LLAMA, assert_same_parameters, reference, stream, toy, toy_batch
+from case_models import LLAMA, Toy, ToyBlock, assert_same_parameters, reference, stream, toy, toy_batch
 from families import FAMILIES, text_batch
+from resident import assert_close
+from torch import nn
 
 import megatrain
 
@@ -183,3 +186,33 @@ def test_edits_reach_the_bf16_master() -> None:
         parameter.fill_(1.5)
     model.evaluate(text_batch(1))
     assert bool((model.state_dict()["model.norm.weight"] == 1.5).all())
+
+
+class HookingBlock(ToyBlock):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def double(gradient: torch.Tensor) -> torch.Tensor:
+            handle.remove()
+            return 2 * gradient
+
+        if self.first.weight.requires_grad:
+            handle = self.first.weight.register_hook(double)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("resident", [0, 2])
+@pytest.mark.parametrize("keep", ["inputs", "everything", ("inputs", "everything")])
+def test_hooks_on_parameters_of_a_forward_are_of_its_own_gradients(keep: Any, resident: int) -> None:
+    inner = Toy()
+    inner.layers = nn.ModuleList(HookingBlock(16, False) for _ in range(2))
+    residence: Any = "all" if resident else "none"
+    placement = megatrain.Placement(blocks=(megatrain.BlockPlacement(keep=keep, resident=residence),))
+    model = stream(copy.deepcopy(inner), placement=placement, max_grad_norm=None, self_check=False)
+    batches = [toy_batch(seed) for seed in range(3)]
+    model.step(batches)
+    for batch in batches:
+        (inner(**batch)["loss"] / 3).backward()
+    for name, parameter in model.named_parameters():
+        expected = inner.get_parameter(name).grad
+        if expected is not None:
+            assert_close(parameter.grad, expected, 1e-5, name)
+    model.close()
