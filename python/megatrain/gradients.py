@@ -153,9 +153,9 @@ class GradientSink:
         self._hold = HELD_GRADIENTS
 
     def expect(self, gradients: int, together: int) -> None:
-        """How many gradients of each parameter will be added, of which `together` follow each other. Where many come
-        far apart, sums of all units are there at once: those are begun with the first, for they would hardly fit
-        between the gradients that are held until then."""
+        """Until `clear`: how many gradients of each parameter will be added, of which `together` follow each other.
+        Where many come far apart, sums of all units are there at once: those are begun with the first, for they would
+        hardly fit between the gradients that are held until then."""
         self._hold = 0 if together == 1 and gradients > HELD_GRADIENTS else HELD_GRADIENTS
 
     def release_memory(self) -> None:
@@ -295,6 +295,7 @@ class GradientSink:
         self._in_accumulator.clear()
         self._resident_sums.clear()
         self._used_experts.clear()
+        self._hold = HELD_GRADIENTS
 
 
 def _norm(gradients: torch.Tensor) -> torch.Tensor:

@@ -21,8 +21,9 @@ class HostShelf:
 
     PENDING_BYTES = 2 << 30
     PENDING_TENSORS = 4
-    """Device memory of copies down is held up to so many bytes, and times the largest of the tensors: with more, the
-    caller waits for the oldest. Waiting for what was put a few calls ago, it still queues work ahead of the device."""
+    """Device memory of copies down is held up to so many bytes, and times the largest of the tensors since the last
+    `collect`: with more, the caller waits for the oldest. Waiting for what was put a few calls ago, it still queues
+    work ahead of the device."""
     SETTLED_TENSORS = 3
     """The newest ones that `settle` does not wait for."""
 
@@ -60,6 +61,7 @@ class HostShelf:
         """Let go of all device memory, once it has landed, and of host memory that nobody will ask for."""
         while self._pending:
             self._let_go_of_oldest()
+        self._largest = 0
         self._drop()
 
     def _let_go_of_oldest(self) -> None:

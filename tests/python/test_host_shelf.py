@@ -40,6 +40,10 @@ def test_no_more_than_the_limit_is_on_its_way(device: object, torch_device: str)
     assert len(shelf._pending) == HostShelf.SETTLED_TENSORS
     shelf.collect()
     assert not shelf._pending and shelf._pending_bytes == 0
+    # A step that follows takes what it would have taken alone.
+    again = [shelf.put(tensors[0], 0) for _ in range(HostShelf.PENDING_TENSORS + 1)]
+    assert len(shelf._pending) == HostShelf.PENDING_TENSORS < len(again)
+    shelf.collect()
     for tensor, shelved in zip(tensors, put, strict=True):
         assert torch.equal(shelved.take(), tensor)
     model.close()
