@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megatrain._native import Section
+from megatrain.attention import masks_tokens
 from megatrain.autograd import DirectCalls
 from megatrain.blocks import BlockCaller, BlockResult
 from megatrain.calls import BlockRunner, Keeping
@@ -118,17 +119,18 @@ def check_model(parts: Parts, batch: Mapping[str, Any]) -> bool:
     tiny = tiny_batch(batch, parts.shifted)
     if weight_of(tiny, parts.shifted) == 0:
         return False
+    masked = masks_tokens(batch)
     try:
         with buffers_kept(parts.module):
             try:
-                _compare(parts, tiny, torch.float32, TOLERANCE)
+                _compare(parts, tiny, masked, torch.float32, TOLERANCE)
             except UnsupportedModelError:
                 raise
             except RuntimeError:
                 if parts.settings.dtype == torch.float32:
                     raise
                 # Modules that ask for the type of their weights by name cannot run in another.
-                _compare(parts, tiny, parts.settings.dtype, HALF_TOLERANCE)
+                _compare(parts, tiny, masked, parts.settings.dtype, HALF_TOLERANCE)
     except torch.cuda.OutOfMemoryError as error:
         warnings.warn(f"the self-check did not fit the device and was left out: {error}", stacklevel=3)
     finally:
@@ -137,7 +139,7 @@ def check_model(parts: Parts, batch: Mapping[str, Any]) -> bool:
     return True
 
 
-def _compare(parts: Parts, tiny: Mapping[str, Any], dtype: torch.dtype, tolerance: float) -> None:
+def _compare(parts: Parts, tiny: Mapping[str, Any], masked: bool, dtype: torch.dtype, tolerance: float) -> None:
     module, device = parts.module, parts.device
 
     def moved(value: torch.Tensor) -> torch.Tensor:
@@ -194,7 +196,9 @@ def _compare(parts: Parts, tiny: Mapping[str, Any], dtype: torch.dtype, toleranc
                 expected_loss, expected = loss.detach(), take_leaves()
 
                 sums = _Sums()
-                loss = run_whole(DirectCalls(copies, runner, sums, device, parts.unit_of, _keep_inputs))
+                direct = DirectCalls(copies, runner, sums, device, parts.unit_of, _keep_inputs)
+                direct.masked = masked
+                loss = run_whole(direct)
                 loss.backward()  # type: ignore[no-untyped-call]
                 found = _merged(sums, take_leaves())
                 _hold_against(expected_loss, expected, loss.detach(), found, tolerance, "backward()")

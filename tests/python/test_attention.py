@@ -66,3 +66,20 @@ def test_the_choice_is_left_to_torch_where_tokens_are_masked(
         # A forward, another one, and the recompute of each block of the first.
         assert asked == [masked, False] + [masked] * 4
     model.close()
+
+
+@pytest.mark.parametrize("padding", [0, 5])
+def test_the_self_check_recomputes_with_the_kernels_of_its_forward(
+    padding: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+
+    def choice(device: torch.device, *, masked: bool = False) -> AbstractContextManager[None]:
+        asked.append(masked)
+        return nullcontext()
+
+    monkeypatch.setattr("megatrain.autograd.preferred_attention", choice)
+    model = megatrain.StreamedModel(families.build(FAMILIES[0]), device="cpu", compile=False)
+    model.step(text_batch(1, length=12, left_padding=padding))
+    model.close()
+    assert asked and set(asked) == {padding > 0}
