@@ -68,7 +68,8 @@ class Placement:
 
     order: "layer-major" runs every micro-batch through a block before the next block, so that weights go up
         twice a step; "micro-batch-major" runs each micro-batch to its end, so that only one micro-batch's
-        activations are kept, with fp32 sums of all gradients (4 bytes a parameter) on the device.
+        activations are kept, with all gradients on the device: of two as they came (2 bytes a parameter in bf16), of
+        more as fp32 sums (4 bytes).
     blocks: by block, in the module's order; the last one stands for all that follow.
     outside: where parameters outside the stacks (embedding, final norm, head) live, by the name of the module
         that owns them, "" for those not named: "all", or "none" for weights fetched once after each update.

@@ -80,7 +80,7 @@ def test_inductor_equals_eager(case: Case, device: object) -> None:
 
 
 def count_blocks(monkeypatch: pytest.MonkeyPatch) -> CompileCounterWithBackend:
-    """Blocks are traced, and counted; what else is compiled on a GPU (losses, sums of gradients) is compiled."""
+    """Blocks are traced, and counted; what else is compiled on a GPU (losses) is compiled."""
     counter = CompileCounterWithBackend("aot_eager")
     original = torch.compile
 

@@ -85,9 +85,9 @@ RECORDED = [
 def test_predictions_hold_against_recorded_steps(row: Recorded) -> None:
     """Qwen2.5-7B on H200s with 16 cores; the mean of the steps after the first ones.
 
-    The H200's figures and four constants in `work.py` and `memory.py` were fitted to short bursts of one layer and to
+    The H200's figures and constants in `work.py` and `memory.py` were fitted to short bursts of one layer and to
     the rows of 185cbf9 and 51a8c08; those of the other commits were foreseen, but for what gradients outside the stacks
-    take since 4cfde1c. SHELF_EXTRA rests on a row with activations on the host. Updates ran between 88 and 127 GB/s on
+    take since 4cfde1c. Updates ran between 88 and 127 GB/s on
     machines of this one kind: with the preset's 113, seconds are off by up to 9 %."""
     measured = replace(H200, update=row.updates * 1e9, update_beside_copies=row.updates * 1e9)
     found = predict(SEVEN, row.job, measured, row.placement)

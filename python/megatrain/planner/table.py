@@ -43,7 +43,7 @@ HEAD = f"""# Which model fits
 Predictions, not measurements: tokens a second by the planner for {ROWS * LENGTH:,} tokens a step in rows of {LENGTH:,},
 with clipping, the placement and the size of micro-batch ({", ".join(map(str, MICRO_BATCHES))} rows) that it finds
 fastest. Of these machines only the H200 with 128 GiB has been measured, with Qwen2.5 7B: predictions are within 9 % of
-the steps of twenty placements, to some of which the planner's constants were fitted. Every other figure follows from
+the steps of 22 placements, to some of which the planner's constants were fitted. Every other figure follows from
 data sheets and the same constants, and the host memory's speed, which often decides, differs between machines of one
 name. Rates are rounded to two digits. `megatrain plan` predicts for a model, a batch and a machine of your own.
 
