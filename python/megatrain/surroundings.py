@@ -10,6 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from megatrain.attention import masks_tokens, preferred_attention
+from megatrain.host_shelf import is_dense
 from megatrain.logits import WarnOnFullLogits, lazy_head, mirror_labels
 
 if TYPE_CHECKING:
@@ -88,13 +89,17 @@ class Surroundings:
         return moved, self.to_device(kwargs)
 
     def _moved(self, value: torch.Tensor) -> torch.Tensor:
-        small = value.nbytes <= PINNED_BYTES and value.layout == torch.strided
-        if self._device.type == "cuda" and value.device.type == "cpu" and small:
+        if self._device.type == "cuda" and worth_pinning(value):
             # The driver may wait for all work on the stream before it copies from memory that is not pinned.
             value = value.pin_memory()
         moved = value.to(self._device, non_blocking=True)
         # Tensors made under inference_mode cannot be saved for a backward.
         return moved.clone() if moved.is_inference() and not torch.is_inference_mode_enabled() else moved
+
+
+def worth_pinning(value: torch.Tensor) -> bool:
+    """It is on the host, small, and of a layout that `pin_memory` copies: an expanded tensor it refuses."""
+    return value.device.type == "cpu" and is_dense(value) and value.nbytes <= PINNED_BYTES
 
 
 def output_embeddings(module: nn.Module) -> nn.Linear | None:

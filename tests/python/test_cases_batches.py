@@ -9,6 +9,8 @@ from case_models import LLAMA, assert_same_parameters, reference, stream
 from families import text_batch
 from resident import assert_close
 
+from megatrain.surroundings import PINNED_BYTES, worth_pinning
+
 # 10, 12, 33: weights of micro-batches
 
 
@@ -82,3 +84,21 @@ def test_two_packed_documents_in_one_row() -> None:
     assert model.step(batch).loss == pytest.approx(loss, rel=1e-6)
     for name, parameter in model.named_parameters():
         assert_close(parameter.grad, gradients[name], 3e-6, name)
+
+
+@pytest.mark.parametrize(
+    ("value", "pinned"),
+    [
+        (torch.zeros(2, 3), True),
+        (torch.zeros(3, 2).t(), True),
+        (torch.zeros(()), True),
+        (torch.zeros(0, 3), True),
+        (torch.arange(3).expand(2, 3), False),
+        (torch.zeros(2, 3)[:, :2], False),
+        (torch.zeros(2, 2).to_sparse(), False),
+        (torch.zeros(PINNED_BYTES // 4 + 1), False),
+        (torch.zeros(2, device="meta"), False),
+    ],
+)
+def test_inputs_are_pinned_where_that_can_be_done(value: torch.Tensor, pinned: bool) -> None:
+    assert worth_pinning(value) is pinned
