@@ -102,6 +102,8 @@ class ShelvedTensor:
         """The copy up starts when the work queued so far on the current stream has ended."""
         if self._back is None:
             shelf = self._shelf
+            if shelf._pending:  # the way back of a forward outside of steps, whose end nobody announces
+                shelf.collect()
             self._back = torch.empty_strided(self._size, self._stride, dtype=self._dtype, device=shelf.device)
             shelf.engine.bring_back(self._kept, self._back.data_ptr(), stream_handle(shelf.device))
 

@@ -11,7 +11,7 @@ from families import FAMILIES, text_batch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import megatrain
-from megatrain.host_shelf import HostShelf, pending_limit
+from megatrain.host_shelf import HostShelf, ShelvedTensor, pending_limit
 
 INPUTS_ON_HOST = megatrain.Placement(blocks=(megatrain.BlockPlacement(inputs_on="host"),))
 
@@ -107,6 +107,25 @@ def test_what_was_let_go_of_is_gone(
     # At the step's beginning nothing was put; at the beginning of the way back the embedding's output of each
     # micro-batch is held by the graph around the blocks; at the end nothing is.
     assert held[0] == 0 and held[1] <= 2 and held[2] == 0
+
+
+def test_nothing_is_on_its_way_down_while_a_plain_backward_goes_back(
+    device: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pending: list[int] = []
+    fetch = ShelvedTensor.fetch
+
+    def watched(shelved: ShelvedTensor) -> None:
+        fetch(shelved)
+        pending.append(len(shelved._shelf._pending))
+
+    monkeypatch.setattr(ShelvedTensor, "fetch", watched)
+    model = model_of(4, device)
+    loss = model(**text_batch(1, left_padding=0)).loss
+    assert model._parts.steps._shelf._pending
+    loss.backward()
+    model.close()
+    assert pending and not any(pending)
 
 
 @pytest.mark.gpu
