@@ -73,9 +73,9 @@ def search(steps: Steps, device_memory: int, host_memory: int) -> list[Timed]:
             choice = table.choice(place)
             if _kind(choice) not in kinds:
                 time(choice)
+    rest = min(map(time, _at_rest(found, steps)), key=lambda timed: timed.timeline.seconds, default=None)
     # Another kind may be faster by less than ENOUGH.
     ordered = sorted(kinds.values(), key=lambda timed: timed.timeline.seconds)
-    rest = min(map(time, _at_rest(found, steps)), key=lambda timed: timed.timeline.seconds, default=None)
     if rest is None or rest.timeline.seconds > ordered[0].timeline.seconds * (1 + AT_REST):
         return ordered
     return [rest, *(timed for timed in ordered if timed.placement != rest.placement)]
