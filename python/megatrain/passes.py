@@ -80,7 +80,7 @@ class Passes:
             torch.no_grad(),
             evaluation_mode(parts.module, parts.blocks),
             preserved(parts.device),
-            parts.surroundings.around(batches),
+            parts.surroundings.around(batches, masked=any(map(masks_tokens, batches))),
         ):
             parts.face.take_over_edits()
             results = parts.steps.evaluate(parts.updates.steps, active, parts.updates.next_uses)
@@ -159,7 +159,7 @@ class Passes:
                 with (
                     buffers_kept(parts.module, only_after_errors=True) if may_fail else nullcontext(),
                     preserved(parts.device),
-                    parts.surroundings.around(batches),
+                    parts.surroundings.around(batches, masked=any(map(masks_tokens, batches))),
                 ):
                     updates.next_uses = parts.steps.train(
                         updates.steps,

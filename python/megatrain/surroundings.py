@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from megatrain.attention import masks_tokens, preferred_attention
+from megatrain.attention import preferred_attention
 from megatrain.host_shelf import is_dense
 from megatrain.logits import WarnOnFullLogits, lazy_head, mirror_labels
 
@@ -36,11 +36,11 @@ class Surroundings:
 
     @contextmanager
     def around(
-        self, batches: Sequence[Mapping[str, Any]], *, caches: bool = False, masked: bool = False
+        self, batches: Sequence[Mapping[str, Any]], *, caches: bool = False, masked: bool
     ) -> Iterator[None]:
-        """For the forwards of these batches. `caches` leaves caching to the module's configuration. masked: tokens may
-        be, though no batch says so."""
-        with self.own_arithmetic(caches=caches, masked=masked or any(map(masks_tokens, batches))):
+        """For the forwards of these batches. `caches` leaves caching to the module's configuration. masked: see
+        `masks_tokens`."""
+        with self.own_arithmetic(caches=caches, masked=masked):
             # Without labels somebody wants the logits themselves.
             with self.lazily() if any("labels" in batch for batch in batches) else nullcontext():
                 yield

@@ -6,18 +6,19 @@ block's backward, as a multiple of what autograd saves."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, get_args
 
 import torch
 
 from megatrain.gradients import HELD_GRADIENTS, GradientSink
 from megatrain.head_rows import default_chunk_rows
+from megatrain.placement import Keep
 from megatrain.schedule import ForwardAndBack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from megatrain.placement import BlockPlacement, Keep, Order, Placement, Side
+    from megatrain.placement import BlockPlacement, Order, Placement, Side
     from megatrain.planner.hardware import Hardware
     from megatrain.planner.job import Job
     from megatrain.planner.shape import BlockShape, ModelShape
@@ -30,7 +31,7 @@ ROUNDING = GIB // 2
 CONTEXT = GIB
 """Of CUDA and its libraries, outside torch's allocator."""
 SHARE = 0.95
-KEEPS: tuple[Keep, ...] = ("inputs", "selected", "everything")
+KEEPS: tuple[Keep, ...] = get_args(Keep)
 HOST_PROCESS = 4 * GIB
 """Python, torch, the CUDA driver's tables, the data."""
 
