@@ -19,6 +19,7 @@ the return of its last: each step's updates overlap the next one, so every step 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -272,6 +273,7 @@ def main() -> None:
     about: dict[str, Any] = {}
     for layers in arguments.layers:
         about = run_model(arguments, layers, rows, results)
+        gc.collect()  # the model's tiles, before those of the next
     print(json.dumps(about))
     print(f"{arguments.moments} moments, clipping 1.0 where the row does not say otherwise")
     print(table(results))
