@@ -78,6 +78,19 @@ RECORDED = [
         103.0,
         clipping=False,
     ),
+    Recorded(
+        "noclip-14-13",
+        "78363d0",
+        TWO,
+        dict(order="micro-batch-major", resident=1, everything=14, selected=13, **ON_HOST),
+        4.704,
+        132.4,
+        108.0,
+        clipping=False,
+    ),
+    Recorded("fast-best6", "78363d0", TWO, dict(resident=6, selected=20, **ON_HOST), 5.067, 130.5, 121.0),
+    Recorded("fast-cap80", "78363d0", TWO, dict(resident=5, selected=8, **ON_HOST), 5.359, 75.1, 113.0, cap=80),
+    Recorded("fast-8x8192", "78363d0", (4, 2, 8192), dict(resident=2, selected=22, **ON_HOST), 6.012, 130.4, 103.0),
 ]
 
 
