@@ -68,7 +68,7 @@ class AutoPlacement:
         self._by_hand = by_hand
         self.plan: Plan | None = None
         self.proven = False
-        """A step of the plan's shape has run under its placement."""
+        """A step of the plan's shape has run under its placement, or so far that it updates."""
         self.reason = self._unplannable or "no step has been asked for yet"
         if by_hand:
             self.reason = "the placement was given by hand"
@@ -76,6 +76,9 @@ class AutoPlacement:
         self._planned_tokens = 0
         self._device_limit: int | None = None
         self._host_limit: int | None = None
+
+    def prove(self) -> None:
+        self.proven = True
 
     def _why_not(self, module: nn.Module, stacks: Sequence[Stack]) -> str:
         name = type(module).__name__

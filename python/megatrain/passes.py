@@ -147,7 +147,7 @@ class Passes:
         self, batches: MicroBatches, active: Sequence[Active], loss: torch.Tensor, interrupts: DeferredInterrupts
     ) -> bool:
         """Forward, backward and update; the weighted mean is added to `loss`. False where a planned placement ran out
-        of memory: nothing has been updated then, and the step can begin anew with the smaller plan that there is."""
+        of memory before anything was updated: the step can begin anew with the smaller plan that there is."""
         parts, updates = self._parts, self._parts.updates
         try:
             with torch.inference_mode(False), torch.enable_grad():
@@ -155,7 +155,7 @@ class Passes:
                 self._follow_plan(batches)
                 may_fail = self._auto.plan is not None and not self._auto.proven
                 parts.engine.begin_step(updates.steps)
-                updates.begin_step(may_fail=may_fail)
+                updates.begin_step(may_fail=may_fail, committed=self._auto.prove)
                 with (
                     buffers_kept(parts.module, only_after_errors=True) if may_fail else nullcontext(),
                     preserved(parts.device),
@@ -172,7 +172,7 @@ class Passes:
                         interrupts.check,
                     )
             interrupts.check()
-            self._auto.proven = True
+            self._auto.prove()
             parts.optimizer.step()
         except BaseException as error:
             updates.forget()

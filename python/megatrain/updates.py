@@ -49,33 +49,50 @@ class Updates:
         self.clip_next: float | None = None
         """Norm to clip the next update to, in place of the settings' one."""
         self._early: set[int] | None = None
+        """Tiles whose updates this step has queued already; None where they wait for the last gradient."""
+        self._final: list[Unit] = []
+        """Units whose gradients are final and whose updates are held back."""
+        self._hold = 0
+        self._committed: Callable[[], None]
         self._gradients_known: dict[int, set[int]] = {}
         self._never_trained = {p.name for p in self._plan.parameters if p.trainable}
 
     # while gradients land
 
-    def begin_step(self, *, may_fail: bool) -> None:
+    def begin_step(self, *, may_fail: bool, committed: Callable[[], None]) -> None:
         """A step whose `complete` calls say which gradients are final. Without clipping and without the wait for
-        a finite norm, nothing has to wait for the last of them, unless the step may have to be begun anew."""
+        a finite norm, nothing has to wait for the last of them.
+
+        may_fail: the step may have to be begun anew for want of memory, so updates are held back until half of the
+        units' gradients are final, when half of what the blocks kept is no longer there. `committed` is called before
+        the first update."""
         free = self.settings.max_grad_norm is None and self.clip_next is None and not self.settings.skip_nonfinite
-        free = free and not may_fail
         self._early = set() if free else None
+        self._final, self._hold = [], len(self._plan.units) // 2 if may_fail else 0
+        self._committed = committed
         if free:
             self.optimizer.check_groups()
 
     def complete(self, unit: Unit) -> None:
         """The unit's gradient is final: nothing of this step will add to it, or read its weights for one."""
         self._sink.store(unit)
-        if self._early is not None:
-            self._early.add(unit.tile)
-            priority = self._priorities().get(unit.tile, len(self.next_uses))
-            self._queue(unit, 1.0, priority, self.optimizer.groups_by_face())
+        if self._early is None:
+            return
+        self._final.append(unit)
+        if len(self._final) < self._hold:
+            return
+        self._committed()
+        priorities, groups = self._priorities(), self.optimizer.groups_by_face()
+        for final in self._final:
+            self._early.add(final.tile)
+            self._queue(final, 1.0, priorities.get(final.tile, len(self.next_uses)), groups)
+        self._final, self._hold = [], 0
 
     def forget(self) -> None:
         """Gradients are given up."""
         self._sink.clear()
         self.clip_next = None
-        self._early = None
+        self._early, self._final = None, []
         for outside in self._weights.outside.values():
             outside.drop_gradients()
 
@@ -105,7 +122,7 @@ class Updates:
         self.store_all()
         clip = self.settings.max_grad_norm if self.clip_next is None else self.clip_next
         skip = self.settings.skip_nonfinite
-        early, self._early = self._early or set(), None
+        early, self._early, self._final = self._early or set(), None, []
         self.clip_next = None
         groups = self.optimizer.groups_by_face()  # while the device is busy: it idles from the norm to the first update
         self.last_grad_norm = self._sink.norm() if clip is not None or skip else None

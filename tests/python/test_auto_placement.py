@@ -267,6 +267,33 @@ def test_a_plan_that_has_run_is_believed(small_device: list[int]) -> None:
         assert model.steps == 2
 
 
+def test_a_plan_is_believed_once_half_of_its_gradients_are_there() -> None:
+    """Without clipping: updates wait so long in its first step, and for no gradient but their own afterwards."""
+    events: list[str] = []
+    settings: dict[str, Any] = dict(hardware=H200, max_grad_norm=None, skip_nonfinite=False)
+    with streamed(families.build(QWEN, **BIG), **settings) as model:
+        updates = model._parts.updates
+        complete, queue = updates.complete, updates._queue
+
+        def completing(unit: Any) -> None:
+            events.append("final")
+            complete(unit)
+
+        def queueing(*arguments: Any) -> None:
+            events.append("update" if model._auto.proven else "too early")
+            queue(*arguments)
+
+        updates.complete, updates._queue = completing, queueing
+        model.step(micro_batches(0))
+        half = len(model._parts.units.units) // 2
+        assert half > 2
+        assert events[: half + 2] == ["final"] * half + ["update"] * 2
+        assert events.count("update") == len(model._parts.units.units)
+        events.clear()
+        model.step(micro_batches(1))
+        assert events[:4] == ["final", "update"] * 2
+
+
 def test_what_no_smaller_plan_helps_stays_an_error(small_device: list[int]) -> None:
     small_device[0] = -1
     with streamed(hardware=tight(0.0)) as model, warnings.catch_warnings():
