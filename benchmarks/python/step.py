@@ -9,7 +9,8 @@
 A row is a name and settings: micro, length, accumulate (rows, tokens and number of micro-batches), steps,
 resident, everything, selected (numbers of blocks, see Placement.spread), kept_on, inputs_on, order, outside
 ("all" or the names of modules, joined by +), slots, cap (GiB of device memory), update_order, overlap_updates,
-burst, clipping (False: and no wait for a finite norm either). With the word `planned` the planner places, from figures
+burst, clipping (False: and no wait for a finite norm either), text (True: other bytes of the standard library's sources
+in each step, in place of the same random tokens). With the word `planned` the planner places, from figures
 that it measures, in the memory that the cap leaves; nothing may be placed by hand in such a row. Beside what each row
 achieved stands what the planner predicts of its placement with these figures.
 
@@ -37,6 +38,7 @@ from device_profile import profile
 from machine import machine
 from resident import resident_step
 from shapes import fill_random, meta_model
+from tokens import random_steps, text_steps
 
 import megatrain
 from megatrain import Placement, Transfers
@@ -62,6 +64,7 @@ DEFAULTS: dict[str, Any] = dict(
     update_order="next-use",
     overlap_updates=True,
     burst="tile",
+    text=False,
 )
 
 
@@ -144,17 +147,17 @@ def run_row(
     )
     plan = place_row(model, row, model_shape, hardware)
     shape = (row["accumulate"], row["micro"], row["length"])
-    ids = torch.randint(0, 150000, shape, generator=torch.Generator().manual_seed(1))
-    batches = [dict(input_ids=rows, labels=rows) for rows in ids]
+    steps = text_steps(shape) if row["text"] else random_steps(shape)
+    tokens = row["accumulate"] * row["micro"] * row["length"]
     memory = model.memory_report()
-    flops = 6.0 * memory.parameters * ids.numel()
+    flops = 6.0 * memory.parameters * tokens
     ends, reports = [], []
     for step in range(row["steps"]):
         if step == 1:
             model._parts.engine.clear_trace()
             if on_cuda:
                 torch.cuda.reset_peak_memory_stats()
-        reports.append(model.step(batches))
+        reports.append(model.step(batches_of(next(steps))))
         ends.append(time.perf_counter())
         if step > 0:  # reading a loss waits for the device: only when the next step is queued
             print_step(row, step, reports[-2])
@@ -170,11 +173,11 @@ def run_row(
     wall = steady * counted
     result = dict(
         row,
-        tokens=ids.numel(),
+        tokens=tokens,
         seconds=steady,
         tflops=flops / steady / 1e12,
         tflops_drained=flops * counted / (drained - ends[0]) / 1e12,
-        tokens_per_second=ids.numel() / steady,
+        tokens_per_second=tokens / steady,
         of_resident=resident_seconds / steady if resident_seconds else 0.0,
         streamed=bytes_up / counted / (weights * passes),
         wait_up=sum(r.wait_copy_seconds - r.wait_update_seconds for r in reports[1:]) / wall,
@@ -193,10 +196,15 @@ def run_row(
         **predictions(model.plan or plan),
     )
     if profiled and on_cuda:
-        print(f"{row['name']}, a step more under the profiler\n{profile(lambda: model.step(batches))}", flush=True)
+        found = profile(lambda: model.step(batches_of(next(steps))))
+        print(f"{row['name']}, a step more under the profiler\n{found}", flush=True)
     if on_cuda:
         torch.cuda.set_per_process_memory_fraction(1.0)
     return result
+
+
+def batches_of(ids: torch.Tensor) -> list[dict[str, torch.Tensor]]:
+    return [dict(input_ids=rows, labels=rows) for rows in ids]
 
 
 def print_step(row: dict[str, Any], number: int, report: megatrain.StepReport) -> None:
@@ -259,6 +267,7 @@ def main() -> None:
     parser.add_argument("--layers", type=layer_counts, default=[None], help="28,56: all rows with 28 blocks, then 56")
     parser.add_argument("--row", action="append", default=[])
     parser.add_argument("--no-resident", action="store_true", help="leave out the resident step")
+    parser.add_argument("--master", default="split")
     parser.add_argument("--moments", default="fp32")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--host-memory")
@@ -275,7 +284,7 @@ def main() -> None:
         about = run_model(arguments, layers, rows, results)
         gc.collect()  # the model's tiles, before those of the next
     print(json.dumps(about))
-    print(f"{arguments.moments} moments, clipping 1.0 where the row does not say otherwise")
+    print(f"master {arguments.master}, {arguments.moments} moments, clipping 1.0 where the row does not say otherwise")
     print(table(results))
 
 
@@ -292,6 +301,7 @@ def run_model(
     model = megatrain.StreamedModel(
         module,
         optimizer=megatrain.AdamW(lr=1e-5, weight_decay=0.01),
+        master=arguments.master,
         moments=arguments.moments,
         threads=arguments.threads,
         host_memory=arguments.host_memory,
