@@ -34,6 +34,7 @@ from megatrain.takeover import (
     Router,
     check_overlaps,
     check_registry,
+    let_go_of_outside,
     move_buffers,
     refuse_state_dict,
     renew_outside,
@@ -117,6 +118,8 @@ class Parts:
         self._unit_by_tile = {unit.tile: unit for unit in units.units}
         self.unloaded = {p.name for p in units.parameters if p.original.device.type == "meta"}
         """Names of parameters that have no values yet."""
+        self.unplaced = False
+        """The device did not even have room for the placement before the last one."""
 
         threads = update_threads(settings.threads, backend)
         store = TileStore(
@@ -181,26 +184,37 @@ class Parts:
     def place(
         self, placement: Placement, *, slots: int | None = None, transfers: Transfers | None = None
     ) -> None:
-        """Go on with another placement. MemoryError, and nothing is changed, where it does not fit."""
+        """Go on with another placement. An error, and nothing is changed, where it does not fit."""
         self.require_no_backward()
+        before = self.settings
         settings = replace(
-            self.settings,
+            before,
             placement=placement,
-            slots=slots or self.settings.slots,
-            transfers=transfers or self.settings.transfers,
+            slots=before.slots if slots is None else slots,
+            transfers=before.transfers if transfers is None else transfers,
         )
         self.drain()
         require_device_memory(self.units, settings, self.backend, self.weights.nbytes + self.weights.resident_bytes)
         self.sink.release_memory()
-        self.weights.place(placement, settings.slots)
+        try:
+            self._take_places(settings)
+        except BaseException:
+            self.unplaced = True
+            self._take_places(before)
+            raise
+
+    def _take_places(self, settings: Settings) -> None:
+        let_go_of_outside(self.module)
+        self.weights.place(settings.placement, settings.slots)
         self.settings = self.updates.settings = settings
-        self.steps.placement = placement
+        self.steps.placement = settings.placement
         self.engine.copy_by_parameter(settings.transfers.burst == "parameter")
         self.updates.forget_known()
         renew_outside(self.module, self.units, self.weights)
         self.updates.hook_outside()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
+        self.unplaced = False
 
     def drain(self) -> None:
         """Wait until every update has ended."""
@@ -212,6 +226,15 @@ class Parts:
 
     def unit_of(self, parameter: TiledParameter) -> Unit:
         return self._unit_by_tile[parameter.tile]
+
+    def require_ready(self) -> None:
+        """What every forward needs: weights, and a place for them."""
+        self.require_loaded()
+        if self.unplaced:
+            raise RuntimeError(
+                "the last place() ran out of memory, and so did going back to the placement before it; give memory of "
+                "the device back, or place() less of the model there"
+            )
 
     def require_loaded(self) -> None:
         if self.unloaded:

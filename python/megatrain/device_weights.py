@@ -231,22 +231,28 @@ def weight_bytes(unit: Unit) -> int:
     return unit.layout.section(Section.weights)[1]
 
 
-def residences(plan: UnitPlan, placement: Placement) -> Iterator[tuple[Unit, Residence]]:
-    """Each unit and what of it stays on the device. Blocks count in the module's order. ValueError for a name outside
-    the stacks that there is not."""
+def residences(plan: UnitPlan, placement: Placement) -> list[tuple[Unit, Residence]]:
+    """Each unit and what of it stays on the device. Blocks count in the module's order. ValueError for more blocks than
+    there are, and for a name outside the stacks that there is not."""
+    blocks = sum(unit.is_block for unit in plan.units)
+    if len(placement.blocks) > blocks:
+        raise ValueError(f"placement.blocks has {len(placement.blocks)} entries; the model has {blocks} blocks")
     known = {name for unit in plan.units if not unit.is_block for name in (unit.owner, unit.name)}
     for name in placement.outside:
         if name and name not in known:
             near = get_close_matches(name, known, 1)
-            hint = f'; did you mean "{near[0]}"?' if near else ""
-            raise ValueError(f'placement.outside names "{name}", which owns no weights outside the stacks{hint}')
+            hint = f'did you mean "{near[0]}"?' if near else f"there are {', '.join(sorted(known))}"
+            raise ValueError(f'placement.outside names "{name}", which owns no weights outside the stacks; {hint}')
+    found: list[tuple[Unit, Residence]] = []
     index = 0
     for unit in plan.units:
         if unit.is_block:
-            yield unit, placement.block(index).resident
+            found.append((unit, placement.block(index).resident))
             index += 1
         else:
-            yield unit, placement.residence(unit.name if unit.name in placement.outside else unit.owner)
+            name = unit.name if unit.name in placement.outside else unit.owner
+            found.append((unit, placement.residence(name)))
+    return found
 
 
 class OutsideWeights:

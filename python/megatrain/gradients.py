@@ -157,6 +157,8 @@ class GradientSink:
         Where many come far apart, sums of all units are there at once: those are begun with the first, for they would
         hardly fit between the gradients that are held until then."""
         self._hold = 0 if together == 1 and gradients > HELD_GRADIENTS else HELD_GRADIENTS
+        if together == 1 and self._hold:
+            self._spare.clear()  # sums of all units, of a step with more: what is held now takes their place
 
     def release_memory(self) -> None:
         """Give the device memory of sums and of what goes down back to torch; between steps."""

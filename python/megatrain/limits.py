@@ -18,16 +18,18 @@ GIB = 1 << 30
 
 def require_memory(plan: UnitPlan, settings: Settings, backend: Backend) -> None:
     """MemoryError with both figures if the tiles or the weights on the device do not fit."""
-    require_host_memory(plan.nbytes + settings.staging_bytes, settings.host_memory or 0)
     require_device_memory(plan, settings, backend)
+    require_host_memory(plan.nbytes + settings.staging_bytes, settings.host_memory or 0)
 
 
 def require_device_memory(plan: UnitPlan, settings: Settings, backend: Backend, given_back: int = 0) -> None:
-    """MemoryError if what the placement holds on the device does not fit; `given_back` bytes will be free."""
+    """MemoryError if what the placement holds on the device does not fit; `given_back` bytes will be free. ValueError
+    for a placement that is none of this model."""
+    found = residences(plan, settings.placement)
     if backend.name != "cuda":
         return
     ring = resident = outside = 0
-    for unit, residence in residences(plan, settings.placement):
+    for unit, residence in found:
         if residence == "all":
             resident += unit.layout.nbytes
         elif residence == "weights":

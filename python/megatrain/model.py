@@ -64,7 +64,9 @@ class StreamedModel:
         name of a preset ("RTX 4090"), or a `megatrain.planner.Hardware`.
     slots: streamed blocks' weights that the device holds at a time. With 1 no copy overlaps computation.
     compile: torch.compile the blocks; None for True on CUDA.
-    skip_nonfinite: a step whose gradient norm is not finite updates nothing and is counted.
+    skip_nonfinite: a step whose gradient norm is not finite updates nothing and is counted. Without it and without
+        max_grad_norm updates run while gradients are still being computed: an exception in the midst of such a step
+        leaves a part of the parameters updated.
     host_memory, device_memory: bytes (or "100GiB") that may be used; None for what is free.
     seed: keys the randomness of `step()`, see `megatrain.rng.seed_for`.
     example_batch: a batch to find the stacks and check the gradients with now; else the first one is used.

@@ -75,7 +75,7 @@ class Passes:
         parts = self._parts
         batches = micro_batches(batch)
         active, total = self._active(batches)
-        parts.require_loaded()
+        parts.require_ready()
         with (
             torch.no_grad(),
             evaluation_mode(parts.module, parts.blocks),
@@ -125,7 +125,7 @@ class Passes:
         if parts.direct.cut_short:
             parts.direct.cut_short = False
             parts.steps.recover()
-        parts.require_loaded()
+        parts.require_ready()
         parts.face.take_over_edits()
 
     def check(self, batch: Mapping[str, Any]) -> None:
@@ -169,9 +169,10 @@ class Passes:
                         parts.sink,
                         parts.unit_of,
                         updates.complete,
-                        interrupts.check,
+                        lambda: None if updates.begun else interrupts.check(),
                     )
-            interrupts.check()
+            if not updates.begun:
+                interrupts.check()
             self._auto.prove()
             parts.optimizer.step()
         except BaseException as error:
@@ -192,7 +193,7 @@ class Passes:
 
     def _prepare(self, batch: Mapping[str, Any] | None) -> None:
         parts = self._parts
-        parts.require_loaded()
+        parts.require_ready()
         if parts.settings.dtype == torch.float32 and torch.is_autocast_enabled(parts.device.type):
             raise UnsupportedModelError(
                 "fp32 weights under torch.autocast: the casts would outlive the slots; use dtype=torch.bfloat16, "

@@ -1,14 +1,13 @@
 """What stays where and in which order a step works: given by hand, checked when made.
 
-Nothing here changes losses or gradients; it decides time and memory."""
+Nothing here changes losses or gradients; it decides time and memory. (But for the last bit where a head's weights are
+the embedding's: the two orders add up the parts of that gradient in different orders.)"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
+from typing import Literal, get_args
 
 Keep = Literal["everything", "selected", "inputs"]
 Order = Literal["layer-major", "micro-batch-major"]
@@ -28,13 +27,15 @@ class BlockPlacement:
 
     keep: what its forward leaves for its backward: "everything" that autograd saves; "selected", the outputs
         of matrix products and attention, from which the rest is recomputed; "inputs" alone. One value, or
-        one for each micro-batch of the step, the last of which stands for all that follow. A block that
-        draws random numbers (dropout) keeps its inputs where "selected" is asked for.
+        one for each micro-batch of the step, the last of which stands for all that follow, and the first for a plain
+        forward. A block that draws random numbers (dropout) keeps its inputs where "selected" is asked for. Of a
+        compiled block, "selected" is what torch's compiler chooses to keep in half of the memory of everything.
     kept_on: where that waits: in device memory, or in pinned host memory, to and from which it is copied
         while other blocks compute.
     inputs_on: where the tensors that the block before handed over wait; None for where `kept_on` says.
-    resident: "weights" keeps the block's weights in device memory (2 bytes a parameter in bf16); "all" keeps
-        its optimizer state there as well and updates it there (14 bytes with fp32 moments)."""
+    resident: "weights" keeps the block's weights in device memory (2 bytes a parameter in bf16), to which they go up
+        once after each update; "all" keeps its optimizer state there as well and updates it there (14 bytes with fp32
+        moments)."""
 
     keep: Keep | tuple[Keep, ...] = "inputs"
     kept_on: Side = "device"
@@ -85,10 +86,18 @@ class Placement:
     def __post_init__(self) -> None:
         _check("order", self.order, get_args(Order))
         _check("experts", self.experts, get_args(ExpertsWay))
+        if not isinstance(self.blocks, tuple | list):
+            raise ValueError(f"blocks is a {type(self.blocks).__name__}; it must be a tuple of BlockPlacement")
+        object.__setattr__(self, "blocks", tuple(self.blocks))
         if not self.blocks:
             raise ValueError("blocks is empty; give at least one BlockPlacement, which then stands for all blocks")
-        for value in self.outside.values():
-            _check("outside", value, ("none", "all"))
+        for block in self.blocks:
+            if not isinstance(block, BlockPlacement):
+                raise ValueError(f"blocks holds a {type(block).__name__}, {block!r}; it must be a BlockPlacement")
+        if not isinstance(self.outside, Mapping):
+            raise ValueError(f'outside is {self.outside!r}; it must map names of modules to "all" or "none"')
+        for name, value in self.outside.items():
+            _check(f'outside["{name}"]', value, ("none", "all"))
 
     @staticmethod
     def spread(
@@ -105,8 +114,11 @@ class Placement:
     ) -> Placement:
         """The first `resident` of `blocks` blocks are resident. The last `everything` keep everything and the
         `selected` ones before them selected outputs, on `kept_on`; all keep their inputs on `inputs_on`."""
-        for name, count in (("resident", resident), ("everything + selected", everything + selected)):
-            if not 0 <= count <= blocks:
+        if not isinstance(blocks, int) or blocks < 1:
+            raise ValueError(f"blocks is {blocks}; it must be the model's number of blocks")
+        counts = dict(resident=resident, everything=everything, selected=selected)
+        for name, count in (counts | {"everything + selected": everything + selected}).items():
+            if not isinstance(count, int) or not 0 <= count <= blocks:
                 raise ValueError(f"{name} is {count}; it must be between 0 and the number of blocks, {blocks}")
         found = []
         for index in range(blocks):

@@ -50,8 +50,11 @@ class Settings:
             raise ValueError('master is "none" with dtype=torch.float32, whose weights are their own master')
         if self.moments not in ("fp32", "bf16", "int8"):
             raise ValueError(f'moments is "{self.moments}"; it must be "fp32", "bf16" or "int8"')
-        if self.slots < 1:
-            raise ValueError(f"slots is {self.slots}; the ring needs at least 1")
+        if not isinstance(self.slots, int) or self.slots < 1:
+            raise ValueError(f"slots is {self.slots}; the ring needs a whole number of at least 1")
+        for name, kind in (("placement", Placement), ("transfers", Transfers)):
+            if not isinstance(getattr(self, name), kind):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be a {kind.__name__}")
         if self.max_grad_norm is not None and not self.max_grad_norm > 0:
             raise ValueError(f"max_grad_norm is {self.max_grad_norm}; it must be above 0, or None for no clipping")
 

@@ -138,6 +138,16 @@ def take_outside(module: nn.Module, plan: UnitPlan, weights: DeviceWeights, rout
         owner._parameters = FetchedOnAccess(entries, fetch)
 
 
+def let_go_of_outside(module: nn.Module) -> None:
+    """Before the device leaves outside the stacks are made anew: the module holds no memory of the old ones."""
+    nothing = nn.Parameter(torch.empty(0), requires_grad=False)
+    for owner in module.modules():
+        if isinstance(owner._parameters, FetchedOnAccess):
+            for inner, entry in owner._parameters.items():
+                if entry is not None:
+                    owner._parameters[inner] = nothing
+
+
 def renew_outside(module: nn.Module, plan: UnitPlan, weights: DeviceWeights) -> None:
     """The device leaves outside the stacks were made anew."""
     for module_name, owner in module.named_modules(remove_duplicate=False):

@@ -88,6 +88,11 @@ class Updates:
             self._queue(final, 1.0, priorities.get(final.tile, len(self.next_uses)), groups)
         self._final, self._hold = [], 0
 
+    @property
+    def begun(self) -> bool:
+        """Updates of this step are queued: it has to come to its end, or part of the model has made the step."""
+        return bool(self._early)
+
     def forget(self) -> None:
         """Gradients are given up."""
         self._sink.clear()
