@@ -12,10 +12,15 @@ resident, everything, selected (numbers of blocks, see Placement.spread), kept_o
 burst, clipping (False: and no wait for a finite norm either), text (True: other bytes of the standard library's sources
 in each step, in place of the same random tokens). With the word `planned` the planner places, from figures
 that it measures, in the memory that the cap leaves; nothing may be placed by hand in such a row. Beside what each row
-achieved stands what the planner predicts of its placement with these figures.
+achieved stands what the planner predicts of its placement with these figures. All rows are checked before the first
+one runs.
 
 TFLOPS = 6 * all parameters * tokens / wall time. The wall time runs from the return of a row's first step to
-the return of its last: each step's updates overlap the next one, so every step is counted with one update."""
+the return of its last: each step's updates overlap the next one, so every step is counted with one update, and a row
+has at least two.
+
+stream: bytes of weights that went up / (bytes of all weights * passes over them, forward and backward). Less than 100 %
+where weights are resident, or still on the device from the pass before; what is kept on the host is not counted."""
 
 from __future__ import annotations
 
@@ -42,7 +47,11 @@ from tokens import random_steps, text_steps
 
 import megatrain
 from megatrain import Placement, Transfers
+from megatrain.device_weights import residences, weight_bytes
 from megatrain.planner import Batch, Hardware, Job, ModelShape, Plan, describe, predict, preset
+from megatrain.planner.plan import placement_json
+from megatrain.stacks import candidates
+from megatrain.units import UnitPlan, plan_units
 
 GIB = 1 << 30
 BY_HAND = ("resident", "everything", "selected", "kept_on", "inputs_on", "order", "outside")
@@ -66,6 +75,8 @@ DEFAULTS: dict[str, Any] = dict(
     burst="tile",
     text=False,
 )
+LEAST = dict(micro=1, length=1, accumulate=1, steps=2, slots=1, cap=0)
+"""The first of a row's steps is not counted."""
 
 
 def parse_row(text: str) -> dict[str, Any]:
@@ -80,9 +91,47 @@ def parse_row(text: str) -> dict[str, Any]:
             raise SystemExit(f'row "{text}": unknown setting {key}; there are {", ".join(DEFAULTS)}')
         if row["planned"] and key in BY_HAND:
             raise SystemExit(f'row "{text}": is planned, so {key} is not set by hand')
-        kind = type(DEFAULTS[key])
-        row[key] = value == "True" if kind is bool else kind(value)
+        row[key] = parse_value(text, key, value)
+    if row["planned"]:
+        for key in BY_HAND:  # the plan's are in "placement"
+            del row[key]
+    for key, least in LEAST.items():
+        if row[key] < least:
+            raise SystemExit(f'row "{text}": {key} is {row[key]}; it must be at least {least}')
     return row
+
+
+def parse_value(text: str, key: str, value: str) -> bool | int | str:
+    """Of the type of the setting's default."""
+    kind = type(DEFAULTS[key])
+    if kind is bool:
+        if value.lower() not in ("true", "false"):
+            raise SystemExit(f'row "{text}": {key} is "{value}"; it must be True or False')
+        return value.lower() == "true"
+    if kind is int:
+        try:
+            return int(value)
+        except ValueError:
+            raise SystemExit(f'row "{text}": {key} is "{value}"; it must be a whole number') from None
+    return value
+
+
+def check_rows(rows: list[dict[str, Any]], units: UnitPlan) -> None:
+    """Make what the rows ask for: a wrong name or number in a late row must not end the run hours into it."""
+    blocks = sum(unit.is_block for unit in units.units)
+    for row in rows:
+        try:
+            transfers_of(row)
+            if not row["planned"]:
+                list(residences(units, placement_of(row, blocks)))  # refuses names that the model does not have
+        except ValueError as error:
+            raise SystemExit(f"row {row['name']}, of a model with {blocks} blocks: {error}") from error
+
+
+def transfers_of(row: dict[str, Any]) -> Transfers:
+    return Transfers(
+        update_order=row["update_order"], overlap_updates=row["overlap_updates"], burst=row["burst"]
+    )
 
 
 def placement_of(row: dict[str, Any], blocks: int) -> Placement:
@@ -101,9 +150,7 @@ def placement_of(row: dict[str, Any], blocks: int) -> Placement:
 
 def place_row(model: megatrain.StreamedModel, row: dict[str, Any], shape: ModelShape, hardware: Hardware | None) -> Any:
     """The row's placement; its plan, of one by hand with predictions only, None without figures of the machine."""
-    transfers = Transfers(
-        update_order=row["update_order"], overlap_updates=row["overlap_updates"], burst=row["burst"]
-    )
+    transfers = transfers_of(row)
     batch = Batch(micro_batches=row["accumulate"], rows=row["micro"], length=row["length"])
     if row["planned"]:
         model.place("auto", slots=row["slots"], transfers=transfers)
@@ -130,7 +177,7 @@ def run_row(
     model: megatrain.StreamedModel,
     row: dict[str, Any],
     model_shape: ModelShape,
-    resident_seconds: float,
+    resident_seconds: float | None,
     hardware: Hardware | None,
     profiled: bool,
 ) -> dict[str, Any]:
@@ -167,8 +214,7 @@ def run_row(
     counted = row["steps"] - 1
     steady = (ends[-1] - ends[0]) / counted
     spans = model._parts.engine.trace()
-    bytes_up = sum(span.nbytes for span in spans if span.kind == "copy_up")
-    weights = sum(unit.layout.section(megatrain._native.Section.weights)[1] for unit in model._parts.units.units)
+    weights = sum(map(weight_bytes, model.units))
     passes = 2 * (1 if model.placement.order == "layer-major" else row["accumulate"])
     wall = steady * counted
     result = dict(
@@ -178,14 +224,15 @@ def run_row(
         tflops=flops / steady / 1e12,
         tflops_drained=flops * counted / (drained - ends[0]) / 1e12,
         tokens_per_second=tokens / steady,
-        of_resident=resident_seconds / steady if resident_seconds else 0.0,
-        streamed=bytes_up / counted / (weights * passes),
+        of_resident=resident_seconds / steady if resident_seconds else None,
+        streamed=weights_up(model, spans) / counted / (weights * passes),
         wait_up=sum(r.wait_copy_seconds - r.wait_update_seconds for r in reports[1:]) / wall,
         wait_updates=sum(r.wait_update_seconds for r in reports[1:]) / wall,
         wait_down=sum(r.wait_down_seconds for r in reports[1:]) / wall,
         compute=sum(s.end_ns - s.begin_ns for s in spans if s.kind == "compute") / 1e9 / wall,
         update_gb_per_s=model.update_bandwidth() / 1e9,
         peak_reserved_gib=torch.cuda.max_memory_reserved() / GIB if on_cuda else 0.0,
+        placement=placement_json(model.placement, len(model_shape.blocks)),
         blocks=len(model_shape.blocks),
         parameters=memory.parameters,
         peak_allocated_gib=torch.cuda.max_memory_allocated() / GIB if on_cuda else 0.0,
@@ -201,6 +248,20 @@ def run_row(
     if on_cuda:
         torch.cuda.set_per_process_memory_fraction(1.0)
     return result
+
+
+def weights_up(model: megatrain.StreamedModel, spans: list[megatrain._native.TraceSpan]) -> int:
+    """Bytes. A unit's weights go up in one span of their size; tensors that its forward kept come back up under the
+    same tile and kind, in other sizes."""
+    whole = [weight_bytes(unit) for unit in model.units]
+    return sum(span.nbytes for span in spans if span.kind == "copy_up" and span.nbytes == whole[span.tile])
+
+
+def placement_of_failed(model: megatrain.StreamedModel, row: dict[str, Any], blocks: int) -> dict[str, Any] | None:
+    """What a row that ran out of memory asked for; None where nothing was planned."""
+    if not row["planned"]:
+        return placement_json(placement_of(row, blocks), blocks)
+    return None if model.plan is None else placement_json(model.plan.placement, blocks)
 
 
 def batches_of(ids: torch.Tensor) -> list[dict[str, torch.Tensor]]:
@@ -241,6 +302,10 @@ def against(predicted: float | None, achieved: float) -> str:
     return f"{predicted:.3f} {predicted / achieved - 1:+.1%}"
 
 
+def share(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1%}"
+
+
 def table(results: list[dict[str, Any]]) -> str:
     lines = [
         f"{'row':34} {'s/step':>7} {'TFLOPS':>7} {'drained':>7} {'tok/s':>6} {'of res.':>7} {'stream':>6} {'w.up':>5} "
@@ -252,7 +317,7 @@ def table(results: list[dict[str, Any]]) -> str:
             continue
         lines.append(
             f"{r['name']:34} {r['seconds']:7.3f} {r['tflops']:7.1f} {r['tflops_drained']:7.1f} "
-            f"{r['tokens_per_second']:6.0f} {r['of_resident']:7.1%} {r['streamed']:6.1%} {r['wait_up']:5.1%} "
+            f"{r['tokens_per_second']:6.0f} {share(r['of_resident']):>7} {r['streamed']:6.1%} {r['wait_up']:5.1%} "
             f"{r['wait_updates']:5.1%} {r['wait_down']:6.1%} {r['update_gb_per_s']:8.0f} {r['peak_reserved_gib']:6.1f} "
             f"{r['peak_allocated_gib']:6.2f} "
             f"{against(r['predicted_seconds'], r['seconds']):>13} "
@@ -278,6 +343,9 @@ def main() -> None:
     parser.add_argument("--profile", action="store_true", help="one more step a row: kernels by time, idle times")
     arguments = parser.parse_args()
     rows = [parse_row(text) for text in arguments.row or ["streamed"]]
+    for layers in arguments.layers:
+        module = meta_model(arguments.model, layers)
+        check_rows(rows, plan_units(module, candidates(module), megatrain._native.TileFormat.bf16_split))
     results: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
     for layers in arguments.layers:
@@ -321,9 +389,10 @@ def run_model(
         if len(arguments.layers) > 1:
             row = dict(row, name=f"{row['name']}, {layers} blocks")
         try:
-            results.append(run_row(model, row, shape, resident.get(key, 0.0), hardware, arguments.profile))
+            results.append(run_row(model, row, shape, resident.get(key), hardware, arguments.profile))
         except (torch.cuda.OutOfMemoryError, MemoryError) as error:
-            results.append(dict(row, error=str(error).splitlines()[0][:150]))
+            placed = placement_of_failed(model, row, len(shape.blocks))
+            results.append(dict(row, placement=placed, error=str(error).splitlines()[0][:150]))
             torch.cuda.set_per_process_memory_fraction(1.0)
         if arguments.trace:
             model.export_trace(arguments.trace / f"{row['name'].replace(' ', '-')}.trace.json")

@@ -187,8 +187,9 @@ class StreamedModel:
         is "weight" of the batch if given, else the number of its labels other than -100 (after the shift,
         for causal models), else its rows. Micro-batches of weight 0 are not run.
 
-        Returns before the updates have ended; the next call, and every look at the weights, sees them."""
-        return self._passes.step(batch)
+        Returns before the updates have ended; the next call, and every look at the weights, sees them.
+        RuntimeError for steps, evaluations, forwards and placing from inside of it, as from a hook."""
+        return self._passes.alone("step()", lambda: self._passes.step(batch))
 
     # the plan
 
@@ -217,8 +218,9 @@ class StreamedModel:
         return self._passes.forward(args, kwargs)
 
     def evaluate(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> EvaluationReport:
-        """The loss in evaluation mode, weighted as in `step()`; changes nothing."""
-        return self._passes.evaluate(batch)
+        """The loss in evaluation mode, weighted as in `step()`; changes nothing. Micro-batches run in the
+        placement's order: side by side, or one after the other."""
+        return self._passes.alone("evaluate()", lambda: self._passes.evaluate(batch))
 
     def logprobs(self, batch: Mapping[str, Any], *, temperature: float = 1.0) -> torch.Tensor:
         """Log-probabilities of the labels' tokens, for losses of one's own and plain `backward()`.
@@ -277,7 +279,8 @@ class StreamedModel:
     ) -> None:
         """Go on with another placement, and if given other slots and transfers. Between steps. "auto" plans anew at
         the next step; with a placement given by hand nothing is planned any more."""
-        self._parts.place(_first_placement(placement), slots=slots, transfers=transfers)
+        chosen = _first_placement(placement)
+        self._passes.alone("place()", lambda: self._parts.place(chosen, slots=slots, transfers=transfers))
         self._auto.forget(by_hand=placement != "auto")
 
     def train(self, mode: bool = True) -> StreamedModel:

@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from megatrain.planner import Batch
     from megatrain.step_runner import Active
 
+T = TypeVar("T")
 MicroBatches = list[Mapping[str, Any]]
 
 
@@ -38,6 +39,26 @@ class Passes:
         self._parts = parts
         self._auto = auto
         self._checked = not parts.settings.self_check
+        self._running: str | None = None
+        """What has the slots and the random generators to itself; forwards in their own threads see it, too."""
+
+    def alone(self, name: str, work: Callable[[], T]) -> T:
+        """What `work` returns; `name` is what its caller called. No context manager: an interrupt on the way into or
+        out of one would leave the model refused for good."""
+        self.refuse_inside(name)
+        try:
+            self._running = name
+            return work()
+        finally:
+            self._running = None
+
+    def refuse_inside(self, name: str) -> None:
+        """RuntimeError where a hook of the module, or a loss, calls `name` from inside of a step."""
+        if self._running is not None:
+            raise RuntimeError(
+                f"{name} was called while {self._running} runs; call it when {self._running} has returned, not from "
+                "a hook or a loss"
+            )
 
     def step(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepReport:
         started = time.perf_counter()
@@ -100,7 +121,7 @@ class Passes:
         for them, see `megatrain.logits`."""
         parts = self._parts
         with_gradients = torch.is_grad_enabled()
-        self.before_forward()
+        self.before_forward("a forward")
         if with_gradients:
             self._prepare(kwargs if kwargs and not args else None)
         moved_args, moved_kwargs = parts.surroundings.arguments_to_device(args, kwargs)
@@ -120,7 +141,8 @@ class Passes:
         parts.updates.next_uses = list(parts.weights.uses) or parts.updates.next_uses
         return output
 
-    def before_forward(self) -> None:
+    def before_forward(self, name: str) -> None:
+        self.refuse_inside(name)
         parts = self._parts
         if parts.direct.cut_short:
             parts.direct.cut_short = False

@@ -82,7 +82,7 @@ class StepRunner:
         """Forward and backward of every micro-batch; adds their weighted mean to `loss`. `complete` is called as
         the gradient of a block's unit becomes final. Returns the tiles that a forward used, in order."""
         self._shelf.collect()  # what a step that was cut short left on its way down
-        together = len(active) if self.placement.order == "layer-major" else 1
+        together = self._together(active)
         total = sum(weight for _, _, weight in active)
         sink.expect(len(active), together)
         self._weights.begin_pass([*forward_uses, *self._backward_uses] * (-(-len(active) // together)))
@@ -123,21 +123,33 @@ class StepRunner:
         return used
 
     def evaluate(self, step: int, active: Sequence[Active], forward_uses: list[int]) -> list[torch.Tensor]:
-        """The loss of each micro-batch, fp64 scalars on the device."""
-        results: dict[int, torch.Tensor] = {}
-        runs = [self._parked(step, number, entry) for number, entry, _ in active]
-        self._weights.begin_pass(list(forward_uses))
-        order = ForwardAndBack(self._weights, self._runner, self._weights.device, self.keeping)
-        try:
-            order.forward(
-                runs, lambda i, output: results.update({i: loss_in(output).double()}), differentiable=False
-            )
-        except BaseException:
-            for run in runs:
-                run.abandon()
-            self.recover()
-            raise
-        return [results[index] for index in range(len(active))]
+        """The loss of each micro-batch, fp64 scalars on the device. In the order of a step, so that no more forwards
+        are under way at once, whose activations device memory has to hold."""
+        losses: list[torch.Tensor] = []
+        together = self._together(active)
+        self._weights.begin_pass(list(forward_uses) * (-(-len(active) // together)))
+        for first in range(0, len(active), together):
+            group = active[first : first + together]
+            order = ForwardAndBack(self._weights, self._runner, self._weights.device, self.keeping)
+            runs = [self._parked(step, number, entry) for number, entry, _ in group]
+            results: dict[int, torch.Tensor] = {}
+
+            def when_done(index: int, output: Any, results: dict[int, torch.Tensor] = results) -> None:
+                results[index] = loss_in(output).double()
+
+            try:
+                order.forward(runs, when_done, differentiable=False)
+            except BaseException:
+                for run in runs:
+                    run.abandon()
+                self.recover()
+                raise
+            losses.extend(results[index] for index in range(len(group)))
+        return losses
+
+    def _together(self, active: Sequence[Active]) -> int:
+        """Micro-batches that go through the blocks side by side."""
+        return max(1, len(active)) if self.placement.order == "layer-major" else 1
 
     def recover(self) -> None:
         """After work that was cut short; an engine that has stopped says why by the error on its way."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import families
@@ -43,6 +44,26 @@ def test_evaluation_and_generation_between_steps_change_nothing() -> None:
             busy.train()
     for name, values in plain.state_dict().items():
         assert torch.equal(values, busy.state_dict()[name]), name
+
+
+def test_as_many_forwards_of_an_evaluation_are_under_way_as_of_a_step() -> None:
+    model = stream(families.build(LLAMA))
+    batches = [text_batch(seed, rows=1 + seed % 2) for seed in range(12)]
+    under_way: list[int] = []
+
+    def count(*_: object) -> None:
+        under_way.append(sum(thread.name == "megatrain-forward" for thread in threading.enumerate()))
+
+    model.module.register_forward_pre_hook(count)
+    most, losses = {}, {}
+    for order in ("layer-major", "micro-batch-major"):
+        model.place(megatrain.Placement(order=order))
+        under_way.clear()
+        losses[order] = model.evaluate(batches).loss
+        assert len(under_way) == 12
+        most[order] = max(under_way)
+    assert most == {"layer-major": 12, "micro-batch-major": 1}
+    assert losses["layer-major"] == losses["micro-batch-major"] == model.evaluate(batches).loss
 
 
 def test_evaluation_between_forward_and_backward_changes_nothing() -> None:

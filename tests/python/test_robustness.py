@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import re
 import signal
 import threading
 import time
@@ -53,6 +54,41 @@ def test_interrupts_at_any_moment_leave_a_working_model() -> None:
         assert plain.step(batches).loss == hit.step(batches).loss
     for name, values in plain.state_dict().items():
         assert torch.equal(values, hit.state_dict()[name]), name
+
+
+INSIDE = {
+    "step()": lambda model: model.step(toy_batch(7)),
+    "evaluate()": lambda model: model.evaluate(toy_batch(7)),
+    "place()": lambda model: model.place(megatrain.Placement()),
+    "a forward": lambda model: model(**toy_batch(7)),
+}
+
+
+@pytest.mark.parametrize("called", INSIDE)
+@pytest.mark.parametrize("running", ["step()", "evaluate()"])
+@pytest.mark.parametrize("place", ["module", "block", "loss"])
+def test_what_a_step_calls_of_the_model_is_refused(running: str, called: str, place: str) -> None:
+    plain, hit = stream(toy()), stream(toy())
+    module = hit.module
+    batches = [toy_batch(1), toy_batch(2)]
+    assert plain.step(batches).loss == hit.step(batches).loss
+
+    def call(*_: object) -> None:
+        INSIDE[called](hit)
+
+    def run() -> float:
+        return hit.step(batches).loss if running == "step()" else hit.evaluate(batches).loss
+
+    owners = {"module": module, "block": hit._parts.blocks[1].skeleton.first, "loss": module.inner.outlet}
+    handle = owners[place].register_forward_hook(call)
+    with pytest.raises(RuntimeError, match=f"^{re.escape(called)} was called while {re.escape(running)} runs; call it"):
+        run()
+    handle.remove()
+    for _ in range(2):
+        assert plain.evaluate(batches).loss == hit.evaluate(batches).loss
+        assert plain.step(batches).loss == hit.step(batches).loss
+    hit.place(megatrain.Placement(order="micro-batch-major"))
+    assert plain.step(batches).loss == pytest.approx(hit.step(batches).loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("way", ["step", "backward"])
