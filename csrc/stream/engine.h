@@ -33,7 +33,7 @@ class Engine {
   ~Engine();  // closes
 
   // A device buffer for weights; with `only_tile`, for that tile alone, which then uses no other. The
-  // caller keeps it alive until close().
+  // caller keeps it alive until clear_device() or close() has returned.
   int add_slot(std::byte* device, std::size_t bytes, int only_tile = -1);
   // The tiles that will be acquired next, in order. A guess: others are right, only slower.
   void expect(const std::vector<int>& tiles);

@@ -275,7 +275,7 @@ class Engine:
     ) -> None: ...
     def add_slot(self, device_pointer: int, nbytes: int, tile: int = -1) -> int:
         """Give the ring a device buffer; with `tile`, one that only this tile's weights use. The
-        caller keeps it alive until the engine is closed."""
+        caller keeps it alive until `clear_device` has returned or the engine is closed."""
     def clear_device(self) -> None:
         """Take back all slots and resident tiles, whose changes are written to the host: their memory may
         be freed, and other be given."""
@@ -317,8 +317,8 @@ class Engine:
         and the copy starts after the work on `stream` so far."""
     def add_resident(self, tile: int, device_pointer: int, non_finite: int) -> None:
         """The whole tile also lies at `device_pointer` (layout.nbytes), laid out as on the host, and is
-        updated there; `non_finite` is a zeroed int on the device. The caller keeps both alive until the
-        engine is closed."""
+        updated there; `non_finite` is a zeroed int on the device. The caller keeps both alive until
+        `clear_device` has returned or the engine is closed."""
     def use_resident(self, tile: int, stream: int) -> None:
         """Work put on `stream` after this call sees the resident tile's weights. Instead of acquire."""
     def keep(self, tile: int, device_pointer: int, nbytes: int, stream: int) -> int:
