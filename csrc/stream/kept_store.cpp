@@ -29,8 +29,8 @@ KeptStore::Kept& KeptStore::find(std::int64_t kept) {
   return found->second;
 }
 
-// The smallest free place that is large enough and not more than twice as large;
-// else a new one.
+// The smallest free place that is large enough and not more than twice as large; else a new one, for which
+// free places make room where there is none.
 KeptStore::Place KeptStore::take(std::size_t bytes) {
   const auto found = free_.lower_bound(bytes);
   if (found != free_.end() && found->first <= 2 * std::max(bytes, kPageBytes)) {
@@ -38,7 +38,16 @@ KeptStore::Place KeptStore::take(std::size_t bytes) {
     free_.erase(found);
     return place;
   }
-  if (limit_ && bytes_ + bytes > *limit_) free_unused();
+  try {
+    return allocate(bytes);
+  } catch (const OutsideError&) {
+    if (free_.empty()) throw;
+  }
+  free_unused();
+  return allocate(bytes);
+}
+
+KeptStore::Place KeptStore::allocate(std::size_t bytes) {
   if (limit_ && bytes_ + bytes > *limit_) {
     throw MemoryLimitError("keeping " + std::to_string(bytes) + " more bytes on the host, where " +
                            std::to_string(bytes_) + " are taken for what is kept and " +

@@ -23,7 +23,7 @@ class KeptStore {
 
   // Queues a copy down, after the work on `stream` so far, and returns its name. The device memory
   // stays as it is until wait_landed() has returned. `tile` is the layer that it belongs to, for the trace.
-  // Throws MemoryLimitError where the host has no more memory for it.
+  // Throws MemoryLimitError where the host has no more memory for it, unused memory given back.
   std::int64_t put(int tile, const std::byte* device, std::size_t bytes, StreamView stream);
   void wait_landed(std::int64_t kept);  // blocks until the copy down has ended
   // Queues the copy up, after the work on `stream` so far and after the copy down.
@@ -49,6 +49,7 @@ class KeptStore {
   };
   Kept& find(std::int64_t kept);
   Place take(std::size_t bytes);
+  Place allocate(std::size_t bytes);  // OutsideError where the limit or the machine refuses
   void trace(SpanKind kind, const Kept& kept, SharedEvent begin, const SharedEvent& end);
 
   EngineParts parts_;

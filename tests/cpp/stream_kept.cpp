@@ -1,6 +1,9 @@
 // Tensors that wait on the host: what comes back is what went, and each wait is needed.
 #include <gtest/gtest.h>
+#include <sys/resource.h>
+#include <unistd.h>
 
+#include <fstream>
 #include <string>
 #include <vector>
 
@@ -89,6 +92,58 @@ TEST(KeptStore, TakesNoMoreMemoryThanItMay) {
   engine.kept().put(0, device.data(), 4096, {});
   EXPECT_EQ(engine.kept().bytes(), 8192u);
   engine.kept().synchronize();
+}
+
+TEST(KeptStore, GivesUnusedMemoryBackBeforeItIsRefused) {
+  Engine engine(store_with_delays(3));
+  KeptStore& kept = engine.kept();
+  std::vector<std::byte> device(8192);
+  kept.drop(kept.put(0, device.data(), 4096, {}));
+  EXPECT_EQ(kept.bytes(), 4096u);
+  EXPECT_THROW(kept.put(0, device.data(), SIZE_MAX / 2, {}), MemoryLimitError);
+  EXPECT_EQ(kept.bytes(), 0u);
+
+  kept.limit(8192);
+  kept.drop(kept.put(0, device.data(), 4096, {}));
+  kept.put(0, device.data(), 8192, {});
+  EXPECT_EQ(kept.bytes(), 8192u);
+  kept.synchronize();
+}
+
+// Holds the process to so many bytes of address space more than it has.
+class AddressSpaceLimit {
+ public:
+  explicit AddressSpaceLimit(std::size_t more_bytes) {
+    EXPECT_EQ(getrlimit(RLIMIT_AS, &before_), 0);
+    std::size_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    rlimit limit = before_;
+    limit.rlim_cur = pages * static_cast<std::size_t>(sysconf(_SC_PAGESIZE)) + more_bytes;
+    EXPECT_EQ(setrlimit(RLIMIT_AS, &limit), 0);
+  }
+  ~AddressSpaceLimit() { setrlimit(RLIMIT_AS, &before_); }
+  AddressSpaceLimit(const AddressSpaceLimit&) = delete;
+  AddressSpaceLimit& operator=(const AddressSpaceLimit&) = delete;
+
+ private:
+  rlimit before_{};
+};
+
+TEST(KeptStore, TriesAgainWithoutUnusedMemoryWhenTheSystemRefuses) {
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+  GTEST_SKIP() << "sanitizers take address space as they like";
+#endif
+  constexpr std::size_t kMiB = std::size_t{1} << 20;
+  Engine engine(store_with_delays(3));
+  KeptStore& kept = engine.kept();
+  std::vector<std::byte> device(128 * kMiB);
+  kept.drop(kept.put(0, device.data(), 64 * kMiB, {}));
+  kept.synchronize();
+  const AddressSpaceLimit limit(96 * kMiB);
+  kept.put(0, device.data(), 128 * kMiB, {});
+  EXPECT_EQ(kept.bytes(), 128 * kMiB);
+  EXPECT_THROW(kept.put(0, device.data(), 128 * kMiB, {}), OutsideError);
+  kept.synchronize();
 }
 
 }  // namespace
