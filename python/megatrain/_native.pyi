@@ -273,9 +273,10 @@ class Engine:
         trace_capacity: int = 65536,
         without_wait: str = "",
     ) -> None: ...
-    def add_slot(self, device_pointer: int, nbytes: int, tile: int = -1) -> int:
-        """Give the ring a device buffer; with `tile`, one that only this tile's weights use. The
-        caller keeps it alive until `clear_device` has returned or the engine is closed."""
+    def add_slot(self, device_pointer: int, nbytes: int, stream: int, tile: int = -1) -> int:
+        """Give the ring a device buffer, which is written only after the work on `stream` so far; with `tile`,
+        one that only this tile's weights use. The caller keeps it alive until `clear_device` has returned or the
+        engine is closed."""
     def clear_device(self) -> None:
         """Take back all slots and resident tiles, whose changes are written to the host: their memory may
         be freed, and other be given."""
