@@ -139,8 +139,11 @@ void bind_kept(py::class_<Engine>& engine) {
           },
           py::arg("tile"), py::arg("device_pointer"), py::arg("nbytes"), py::arg("stream"), ReleaseGil())
       .def(
-          "wait_kept", [](Engine& self, std::int64_t kept) { self.kept().wait_landed(kept); },
-          py::arg("kept"), ReleaseGil())
+          "wait_kept",
+          [](Engine& self, std::int64_t kept, std::uintptr_t stream) {
+            self.kept().wait_landed(kept, stream_view(stream));
+          },
+          py::arg("kept"), py::arg("stream"), ReleaseGil())
       .def(
           "bring_back",
           [](Engine& self, std::int64_t kept, std::uintptr_t device_pointer, std::uintptr_t stream) {

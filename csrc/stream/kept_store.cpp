@@ -81,7 +81,14 @@ std::int64_t KeptStore::put(int tile, const std::byte* device, std::size_t bytes
   return next_++;
 }
 
-void KeptStore::wait_landed(std::int64_t kept) { backend_.synchronize(*find(kept).down); }
+// The device waits only if it has no work left meanwhile: events at both ends see just that.
+void KeptStore::wait_landed(std::int64_t number, StreamView stream) {
+  const Kept& kept = find(number);
+  if (backend_.reached(*kept.down)) return;
+  const SharedEvent before = parts_.events.record(stream);
+  backend_.synchronize(*kept.down);
+  trace(SpanKind::kWaitDown, kept, before, parts_.events.record(stream));
+}
 
 void KeptStore::get(std::int64_t number, std::byte* device, StreamView stream) {
   Kept& kept = find(number);
@@ -118,7 +125,8 @@ void KeptStore::trace(SpanKind kind, const Kept& kept, SharedEvent begin, const 
   span.kind = kind;
   span.tile = kept.tile;
   span.step = parts_.step;
-  if (kind != SpanKind::kWait) span.bytes = static_cast<std::int64_t>(kept.bytes);
+  const bool copies = kind == SpanKind::kCopyUp || kind == SpanKind::kCopyDown;
+  if (copies) span.bytes = static_cast<std::int64_t>(kept.bytes);
   parts_.trace.add(span, std::move(begin), end);
 }
 

@@ -242,7 +242,8 @@ class ParameterUpdate:
 class TraceSpan:
     @property
     def kind(self) -> str:
-        """copy_up, copy_down, compute, update, or wait (the compute stream waiting for a copy up)."""
+        """copy_up, copy_down, compute, update, or what the compute stream waited for: wait (a copy up) or
+        wait_down (a copy down that reads memory; the caller may wait for it, and the stream for the caller)."""
     @property
     def tile(self) -> int: ...
     @property
@@ -325,8 +326,8 @@ class Engine:
     def keep(self, tile: int, device_pointer: int, nbytes: int, stream: int) -> int:
         """Copy device memory to pinned host memory, after the work on `stream` so far; returns its number.
         The device memory must stay as it is until wait_kept has returned. `tile` names the block, for the trace."""
-    def wait_kept(self, kept: int) -> None:
-        """Block until it has landed."""
+    def wait_kept(self, kept: int, stream: int) -> None:
+        """Block until it has landed. For how long `stream` had no work meanwhile is a wait_down."""
     def bring_back(self, kept: int, device_pointer: int, stream: int) -> None:
         """Copy it up, after the work on `stream` so far."""
     def wait_back(self, kept: int, stream: int) -> None:
@@ -369,7 +370,7 @@ class Engine:
         """Spans that have ended, oldest first; waits for those that were queued."""
     def wait_totals(self) -> tuple[int, int, int]:
         """Nanoseconds that compute streams have waited, over all waits that have ended: for copies up, of
-        it for updates behind which such a copy was held, and for copies down to free their buffers."""
+        it for updates behind which such a copy was held, and for copies down to free the memory they read."""
     def clear_trace(self) -> None: ...
     def close(self) -> None:
         """Stop the worker threads. Further calls raise. Called by the destructor."""
