@@ -70,7 +70,7 @@ Ring::Ring(std::shared_ptr<Backend> backend, const RingShape& shape)
   engine_ = std::make_unique<Engine>(store_);
   for (int i = 0; i < shape.slots; ++i) {
     slots_.push_back(std::make_unique<RingMemory>(*backend_, weight_bytes));
-    engine_->add_slot(slots_.back()->data(), weight_bytes);
+    engine_->add_slot(slots_.back()->data(), weight_bytes, stream_);
   }
 }
 

@@ -73,10 +73,9 @@ void bind_slots(py::class_<Engine>& engine) {
   engine
       .def(
           "add_slot",
-          [](Engine& self, std::uintptr_t device_pointer, std::size_t bytes, int tile) {
-            return self.add_slot(pointer(device_pointer), bytes, tile);
-          },
-          py::arg("device_pointer"), py::arg("nbytes"), py::arg("tile") = -1, ReleaseGil())
+          [](Engine& self, std::uintptr_t device_pointer, std::size_t bytes, std::uintptr_t stream,
+             int tile) { return self.add_slot(pointer(device_pointer), bytes, stream_view(stream), tile); },
+          py::arg("device_pointer"), py::arg("nbytes"), py::arg("stream"), py::arg("tile") = -1, ReleaseGil())
       .def("clear_device", &Engine::clear_device, ReleaseGil())
       .def("copy_by_parameter", &Engine::copy_by_parameter, py::arg("on"), ReleaseGil())
       .def("expect", &Engine::expect, py::arg("tiles"), ReleaseGil())
@@ -140,8 +139,11 @@ void bind_kept(py::class_<Engine>& engine) {
           },
           py::arg("tile"), py::arg("device_pointer"), py::arg("nbytes"), py::arg("stream"), ReleaseGil())
       .def(
-          "wait_kept", [](Engine& self, std::int64_t kept) { self.kept().wait_landed(kept); },
-          py::arg("kept"), ReleaseGil())
+          "wait_kept",
+          [](Engine& self, std::int64_t kept, std::uintptr_t stream) {
+            self.kept().wait_landed(kept, stream_view(stream));
+          },
+          py::arg("kept"), py::arg("stream"), ReleaseGil())
       .def(
           "bring_back",
           [](Engine& self, std::int64_t kept, std::uintptr_t device_pointer, std::uintptr_t stream) {

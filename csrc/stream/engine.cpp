@@ -37,9 +37,9 @@ void Engine::check() {
   if (closed_) throw CallerError("the engine is closed");
 }
 
-int Engine::add_slot(std::byte* device, std::size_t bytes, int only_tile) {
+int Engine::add_slot(std::byte* device, std::size_t bytes, StreamView stream, int only_tile) {
   check();
-  return prefetcher_->add_slot(device, bytes, only_tile);
+  return prefetcher_->add_slot(device, bytes, stream, only_tile);
 }
 
 void Engine::expect(const std::vector<int>& tiles) {

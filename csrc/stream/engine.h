@@ -32,9 +32,10 @@ class Engine {
   Engine& operator=(const Engine&) = delete;
   ~Engine();  // closes
 
-  // A device buffer for weights; with `only_tile`, for that tile alone, which then uses no other. The
-  // caller keeps it alive until close().
-  int add_slot(std::byte* device, std::size_t bytes, int only_tile = -1);
+  // A device buffer for weights, which earlier work on `stream` may still use; with `only_tile`, for that
+  // tile alone, which then uses no other. The caller keeps it alive until clear_device() or close() has
+  // returned.
+  int add_slot(std::byte* device, std::size_t bytes, StreamView stream, int only_tile = -1);
   // The tiles that will be acquired next, in order. A guess: others are right, only slower.
   void expect(const std::vector<int>& tiles);
 

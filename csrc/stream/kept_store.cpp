@@ -29,8 +29,8 @@ KeptStore::Kept& KeptStore::find(std::int64_t kept) {
   return found->second;
 }
 
-// The smallest free place that is large enough and not more than twice as large;
-// else a new one.
+// The smallest free place that is large enough and not more than twice as large; else a new one, for which
+// free places make room where there is none.
 KeptStore::Place KeptStore::take(std::size_t bytes) {
   const auto found = free_.lower_bound(bytes);
   if (found != free_.end() && found->first <= 2 * std::max(bytes, kPageBytes)) {
@@ -38,7 +38,16 @@ KeptStore::Place KeptStore::take(std::size_t bytes) {
     free_.erase(found);
     return place;
   }
-  if (limit_ && bytes_ + bytes > *limit_) free_unused();
+  try {
+    return allocate(bytes);
+  } catch (const OutsideError&) {
+    if (free_.empty()) throw;
+  }
+  free_unused();
+  return allocate(bytes);
+}
+
+KeptStore::Place KeptStore::allocate(std::size_t bytes) {
   if (limit_ && bytes_ + bytes > *limit_) {
     throw MemoryLimitError("keeping " + std::to_string(bytes) + " more bytes on the host, where " +
                            std::to_string(bytes_) + " are taken for what is kept and " +
@@ -72,7 +81,14 @@ std::int64_t KeptStore::put(int tile, const std::byte* device, std::size_t bytes
   return next_++;
 }
 
-void KeptStore::wait_landed(std::int64_t kept) { backend_.synchronize(*find(kept).down); }
+// The device waits only if it has no work left meanwhile: events at both ends see just that.
+void KeptStore::wait_landed(std::int64_t number, StreamView stream) {
+  const Kept& kept = find(number);
+  if (backend_.reached(*kept.down)) return;
+  const SharedEvent before = parts_.events.record(stream);
+  backend_.synchronize(*kept.down);
+  trace(SpanKind::kWaitDown, kept, before, parts_.events.record(stream));
+}
 
 void KeptStore::get(std::int64_t number, std::byte* device, StreamView stream) {
   Kept& kept = find(number);
@@ -109,7 +125,8 @@ void KeptStore::trace(SpanKind kind, const Kept& kept, SharedEvent begin, const 
   span.kind = kind;
   span.tile = kept.tile;
   span.step = parts_.step;
-  if (kind != SpanKind::kWait) span.bytes = static_cast<std::int64_t>(kept.bytes);
+  const bool copies = kind == SpanKind::kCopyUp || kind == SpanKind::kCopyDown;
+  if (copies) span.bytes = static_cast<std::int64_t>(kept.bytes);
   parts_.trace.add(span, std::move(begin), end);
 }
 

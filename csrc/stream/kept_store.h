@@ -23,9 +23,10 @@ class KeptStore {
 
   // Queues a copy down, after the work on `stream` so far, and returns its name. The device memory
   // stays as it is until wait_landed() has returned. `tile` is the layer that it belongs to, for the trace.
-  // Throws MemoryLimitError where the host has no more memory for it.
+  // Throws MemoryLimitError where the host has no more memory for it, unused memory given back.
   std::int64_t put(int tile, const std::byte* device, std::size_t bytes, StreamView stream);
-  void wait_landed(std::int64_t kept);  // blocks until the copy down has ended
+  // Blocks until the copy down has ended. For how long `stream` had no work meanwhile is in the trace.
+  void wait_landed(std::int64_t kept, StreamView stream);
   // Queues the copy up, after the work on `stream` so far and after the copy down.
   void get(std::int64_t kept, std::byte* device, StreamView stream);
   void wait_got(std::int64_t kept, StreamView stream);  // `stream` waits for the copy up
@@ -49,6 +50,7 @@ class KeptStore {
   };
   Kept& find(std::int64_t kept);
   Place take(std::size_t bytes);
+  Place allocate(std::size_t bytes);  // OutsideError where the limit or the machine refuses
   void trace(SpanKind kind, const Kept& kept, SharedEvent begin, const SharedEvent& end);
 
   EngineParts parts_;

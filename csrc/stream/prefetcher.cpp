@@ -43,13 +43,16 @@ std::size_t Prefetcher::weight_bytes(int tile) const {
   return parts_.store.layout(tile).section(Section::kWeights).bytes;
 }
 
-int Prefetcher::add_slot(std::byte* device, std::size_t bytes, int only_tile) {
+int Prefetcher::add_slot(std::byte* device, std::size_t bytes, StreamView stream, int only_tile) {
   if (only_tile != -1 && weight_bytes(only_tile) > bytes) {
     throw CallerError("a slot of " + std::to_string(bytes) + " bytes for tile " + std::to_string(only_tile) +
                       " alone, whose weights have " + std::to_string(weight_bytes(only_tile)) + " bytes");
   }
+  // Allocators give memory out again in the order of a stream: its last user may still be at work.
+  SharedEvent last_use = parts_.events.record(stream);
   const Monitor::Lock lock = parts_.monitor.lock();
   const int index = slots_.add(device, bytes, only_tile);
+  slots_[index].released.push_back(std::move(last_use));
   parts_.monitor.notify_locked();
   return index;
 }
@@ -69,6 +72,10 @@ void Prefetcher::remove_slots() {
       throw CallerError("slot " + std::to_string(i) + " is in use; it cannot be removed");
   }
   synchronize();
+  // Nor may readers be at work: whoever frees the memory need not do so in the order of their streams.
+  for (int i = 0; i < slots_.size(); ++i) {
+    for (const SharedEvent& reader : slots_[i].released) backend_.synchronize(*reader);
+  }
   slots_.clear();
 }
 

@@ -23,8 +23,9 @@ class Prefetcher {
   explicit Prefetcher(const EngineParts& parts);
   ~Prefetcher();  // after Monitor::stop or a failure: joins
 
-  int add_slot(std::byte* device, std::size_t bytes, int only_tile);
-  void remove_slots();  // CallerError if one is in use; blocks until copies into them have ended
+  // Nothing is written there before the work on `stream` so far has ended.
+  int add_slot(std::byte* device, std::size_t bytes, StreamView stream, int only_tile);
+  void remove_slots();  // CallerError if one is in use; blocks until copies into them and reads have ended
   void expect(const std::vector<int>& tiles);
 
   // Blocks until the copy up is queued; `stream` then waits for its end.

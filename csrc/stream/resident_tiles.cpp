@@ -9,7 +9,8 @@
 namespace megatrain {
 
 namespace {
-constexpr std::size_t kFlagBytes = 4096;
+constexpr std::size_t kPageBytes = 4096;  // what the smallest allocation takes
+constexpr std::size_t kFlagsInPage = kPageBytes / sizeof(int);
 constexpr std::int64_t kDeviceAlignment = 8;  // elements that a thread of the kernels takes at once
 }  // namespace
 
@@ -35,15 +36,12 @@ void ResidentTiles::add(int tile, std::byte* device, int* non_finite) {
   if (layout.shard().ranks != 1) {
     throw CallerError("tile " + std::to_string(tile) + " is sharded; only whole tiles can be resident");
   }
-  if (flags_.bytes() == 0) flags_ = parts_.store.allocate(kFlagBytes);
-  const std::size_t offset = tiles_.size() * sizeof(int);
-  if (offset + sizeof(int) > kFlagBytes) {
-    throw CallerError("more than " + std::to_string(kFlagBytes / sizeof(int)) + " resident tiles");
-  }
+  const std::size_t flag = tiles_.size();  // tiles leave all at once, so this one is free
+  if (flag / kFlagsInPage == flags_.size()) flags_.push_back(parts_.store.allocate(kPageBytes));
   Tile entry;
   entry.device = device;
   entry.non_finite = non_finite;
-  entry.seen_non_finite = flags_.data() + offset;
+  entry.seen_non_finite = flags_[flag / kFlagsInPage].data() + flag % kFlagsInPage * sizeof(int);
   tiles_.emplace(tile, entry);
 }
 

@@ -18,7 +18,7 @@ class ResidentTiles {
   explicit ResidentTiles(const EngineParts& parts);
 
   // `device`: memory for the whole tile, laid out as on the host; `non_finite`: a zeroed int on the
-  // device. The caller keeps both alive until join().
+  // device. The caller keeps both alive until clear() has returned or the engine is closed.
   void add(int tile, std::byte* device, int* non_finite);
   // All of them, whose changes were written back.
   void clear();
@@ -52,7 +52,7 @@ class ResidentTiles {
   EngineParts parts_;
   Backend& backend_;
   Stream stream_;
-  HostBuffer flags_;
+  std::vector<HostBuffer> flags_;  // a page each; device copies land there, so they never move
   std::map<int, Tile> tiles_;
 };
 

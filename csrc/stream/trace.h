@@ -14,7 +14,8 @@
 
 namespace megatrain {
 
-// A wait is one of compute: for a copy up, or (down) for a copy down to have read its buffer.
+// A wait is one of compute: for a copy up, or (down) for a copy down to have read its buffer; also where the
+// caller waited for that copy, and compute for what the caller would queue.
 enum class SpanKind { kCopyUp, kCopyDown, kCompute, kUpdate, kWait, kWaitDown };
 const char* span_kind_name(SpanKind kind) noexcept;  // "copy_up", "copy_down", "compute", ...
 

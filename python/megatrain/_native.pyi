@@ -242,7 +242,8 @@ class ParameterUpdate:
 class TraceSpan:
     @property
     def kind(self) -> str:
-        """copy_up, copy_down, compute, update, or wait (the compute stream waiting for a copy up)."""
+        """copy_up, copy_down, compute, update, or what the compute stream waited for: wait (a copy up) or
+        wait_down (a copy down that reads memory; the caller may wait for it, and the stream for the caller)."""
     @property
     def tile(self) -> int: ...
     @property
@@ -273,9 +274,10 @@ class Engine:
         trace_capacity: int = 65536,
         without_wait: str = "",
     ) -> None: ...
-    def add_slot(self, device_pointer: int, nbytes: int, tile: int = -1) -> int:
-        """Give the ring a device buffer; with `tile`, one that only this tile's weights use. The
-        caller keeps it alive until the engine is closed."""
+    def add_slot(self, device_pointer: int, nbytes: int, stream: int, tile: int = -1) -> int:
+        """Give the ring a device buffer, which is written only after the work on `stream` so far; with `tile`,
+        one that only this tile's weights use. The caller keeps it alive until `clear_device` has returned or the
+        engine is closed."""
     def clear_device(self) -> None:
         """Take back all slots and resident tiles, whose changes are written to the host: their memory may
         be freed, and other be given."""
@@ -317,15 +319,15 @@ class Engine:
         and the copy starts after the work on `stream` so far."""
     def add_resident(self, tile: int, device_pointer: int, non_finite: int) -> None:
         """The whole tile also lies at `device_pointer` (layout.nbytes), laid out as on the host, and is
-        updated there; `non_finite` is a zeroed int on the device. The caller keeps both alive until the
-        engine is closed."""
+        updated there; `non_finite` is a zeroed int on the device. The caller keeps both alive until
+        `clear_device` has returned or the engine is closed."""
     def use_resident(self, tile: int, stream: int) -> None:
         """Work put on `stream` after this call sees the resident tile's weights. Instead of acquire."""
     def keep(self, tile: int, device_pointer: int, nbytes: int, stream: int) -> int:
         """Copy device memory to pinned host memory, after the work on `stream` so far; returns its number.
         The device memory must stay as it is until wait_kept has returned. `tile` names the block, for the trace."""
-    def wait_kept(self, kept: int) -> None:
-        """Block until it has landed."""
+    def wait_kept(self, kept: int, stream: int) -> None:
+        """Block until it has landed. For how long `stream` had no work meanwhile is a wait_down."""
     def bring_back(self, kept: int, device_pointer: int, stream: int) -> None:
         """Copy it up, after the work on `stream` so far."""
     def wait_back(self, kept: int, stream: int) -> None:
@@ -368,7 +370,7 @@ class Engine:
         """Spans that have ended, oldest first; waits for those that were queued."""
     def wait_totals(self) -> tuple[int, int, int]:
         """Nanoseconds that compute streams have waited, over all waits that have ended: for copies up, of
-        it for updates behind which such a copy was held, and for copies down to free their buffers."""
+        it for updates behind which such a copy was held, and for copies down to free the memory they read."""
     def clear_trace(self) -> None: ...
     def close(self) -> None:
         """Stop the worker threads. Further calls raise. Called by the destructor."""

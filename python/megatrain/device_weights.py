@@ -94,7 +94,7 @@ class DeviceWeights:
 
     def _add_slot(self, nbytes: int, tile: int) -> int:
         buffer = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
-        slot = self.engine.add_slot(buffer.data_ptr(), buffer.nbytes, tile)
+        slot = self.engine.add_slot(buffer.data_ptr(), buffer.nbytes, stream_handle(self.device), tile)
         assert slot == len(self._buffers)
         self._buffers.append(buffer)
         if tile != -1:

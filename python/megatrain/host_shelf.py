@@ -66,7 +66,7 @@ class HostShelf:
 
     def _let_go_of_oldest(self) -> None:
         kept, tensor = self._pending[0]
-        self.engine.wait_kept(kept)
+        self.engine.wait_kept(kept, stream_handle(self.device))
         self._pending.popleft()
         self._pending_bytes -= tensor.numel() * tensor.element_size()
 

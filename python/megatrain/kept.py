@@ -37,9 +37,6 @@ class KeptTensor:
         self._tensor = tensor.detach()
         self._version = tensor._version
 
-    def fetch(self) -> None:
-        pass
-
     def put_back(self) -> None:
         pass
 

@@ -36,7 +36,8 @@ class StepReport:
     wait_copy_seconds: float
     """Of the device's time: waiting for weights and kept activations on their way up."""
     wait_down_seconds: float
-    """Of the device's time: waiting for gradients on their way down to free their buffer."""
+    """Of the device's time: waiting for gradients on their way down to free their buffer, and out of work while the
+    host waited for activations on theirs. A wait of the host during which the device computes does not count."""
     wait_update_seconds: float
     """Of the device's time: waiting for weights whose update had not ended."""
     loss_tensor: torch.Tensor = field(repr=False)

@@ -120,7 +120,7 @@ struct SmallEngine {
     }
     engine = std::make_unique<Engine>(store, options);
     for (auto& slot : memory) {
-      engine->add_slot(reinterpret_cast<std::byte*>(slot.data()), slot.size() * sizeof(float));
+      engine->add_slot(reinterpret_cast<std::byte*>(slot.data()), slot.size() * sizeof(float), {});
     }
   }
 

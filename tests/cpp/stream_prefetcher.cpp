@@ -1,10 +1,13 @@
 // Slots through the engine: what goes first, what is replaced, what is refused.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
 #include <future>
+#include <string>
+#include <vector>
 
 #include "base/error.h"
 #include "stream_controlled.h"
@@ -147,7 +150,7 @@ TEST(Prefetcher, PoisonsWhatNobodyMayReadAnyMore) {
 TEST(Prefetcher, UsesATilesOwnSlot) {
   SmallEngine small(plain(), 3, 1);
   std::vector<float> own(SmallEngine::kElements);
-  const int index = small.engine->add_slot(reinterpret_cast<std::byte*>(own.data()), own.size() * 4, 2);
+  const int index = small.engine->add_slot(reinterpret_cast<std::byte*>(own.data()), own.size() * 4, {}, 2);
   const int slot = small.engine->acquire(2, {});
   EXPECT_EQ(slot, index);
   EXPECT_EQ(own[0], 3.0f);
@@ -160,12 +163,66 @@ TEST(Prefetcher, UsesATilesOwnSlot) {
   EXPECT_EQ(copies_up(*small.engine), 5);
 }
 
+// Ten delayed copies of the memory's last user are under way where one delayed copy up could follow.
+struct LateUser {
+  explicit LateUser(const std::string& without = {}) : small(slow(), 1, 0, {.without_wait = without}) {
+    read_all();
+  }
+  static std::shared_ptr<Backend> slow() {
+    return make_host_backend({.max_delay_us = 3000, .seed = 4, .poison = true});
+  }
+  void read_all() {
+    Backend& backend = small.store->backend();
+    for (std::vector<float>& read : seen) {
+      backend.copy(read.data(), memory.data(), memory.size() * 4, CopyKind::kDeviceToHost, stream);
+    }
+  }
+  void add_slot() {
+    small.engine->add_slot(reinterpret_cast<std::byte*>(memory.data()), memory.size() * 4, stream);
+  }
+  // What the slot's first acquisition gives; -1 where the last user has seen what came after it.
+  float first_weight() {
+    add_slot();
+    small.engine->release(small.engine->acquire(0, stream), stream);
+    small.store->backend().synchronize(stream);
+    const bool undisturbed = std::all_of(seen.begin(), seen.end(), [](const std::vector<float>& read) {
+      return read == std::vector<float>(read.size(), 7);
+    });
+    return undisturbed ? memory[0] : -1;
+  }
+
+  std::vector<float> memory = std::vector<float>(SmallEngine::kElements, 7);
+  std::vector<std::vector<float>> seen{10, std::vector<float>(SmallEngine::kElements)};
+  SmallEngine small;
+  Stream stream = small.store->backend().create_stream("compute");
+};
+
+TEST(Prefetcher, ANewSlotWaitsForTheLastUserOfItsMemory) {
+  EXPECT_EQ(LateUser().first_weight(), 1.0f);
+#if defined(__SANITIZE_THREAD__)
+  GTEST_SKIP() << "removing a wait is a data race, which the thread sanitizer reports";
+#endif
+  EXPECT_EQ(LateUser("slot_free").first_weight(), -1.0f);
+}
+
+TEST(Prefetcher, SlotsAreGivenUpWhenTheirReadersAreDone) {
+  LateUser user;
+  user.add_slot();
+  const int slot = user.small.engine->acquire(0, user.stream);
+  user.read_all();
+  user.small.engine->release(slot, user.stream);
+  user.small.engine->clear_device();
+  std::fill(user.memory.begin(), user.memory.end(), 9.0f);
+  user.small.store->backend().synchronize(user.stream);
+  EXPECT_EQ(user.seen.back(), std::vector<float>(SmallEngine::kElements, 1));
+}
+
 TEST(Prefetcher, ReadsAnEmptyTile) {
   const auto store = std::make_shared<TileStore>(plain(), TileStoreOptions{.threads = 1});
   store->add(TileLayout(TileFormat::kFp32, {}));
   Engine engine(store);
   std::byte memory[16];
-  engine.add_slot(memory, sizeof memory);
+  engine.add_slot(memory, sizeof memory, {});
   engine.release(engine.acquire(0, {}), {});
 }
 
@@ -179,7 +236,7 @@ TEST(Prefetcher, RefusesWhatCannotBe) {
   EXPECT_THROW(engine.release(2, {}), CallerError);
   EXPECT_THROW(engine.release(-1, {}), CallerError);
   std::byte memory[8];
-  EXPECT_EQ(message_of<CallerError>([&] { engine.add_slot(memory, 8, 1); }),
+  EXPECT_EQ(message_of<CallerError>([&] { engine.add_slot(memory, 8, {}, 1); }),
             "a slot of 8 bytes for tile 1 alone, whose weights have 256 bytes");
   engine.acquire(0, {});
   engine.acquire(1, {});
@@ -196,7 +253,7 @@ TEST(Prefetcher, RefusesATileLargerThanEverySlot) {
   EXPECT_EQ(message_of<CallerError>([&] { engine.acquire(0, {}); }),
             "there are no slots; add one before acquiring a tile");
   std::vector<float> memory(64);
-  engine.add_slot(reinterpret_cast<std::byte*>(memory.data()), 256);
+  engine.add_slot(reinterpret_cast<std::byte*>(memory.data()), 256, {});
   engine.expect({0, 1});  // a guess that cannot be is passed over
   EXPECT_EQ(message_of<CallerError>([&] { engine.acquire(0, {}); }),
             "the weights of tile 0 have 4096 bytes; the largest slot for them has 256");

@@ -8,9 +8,12 @@
 
 #include "base/error.h"
 #include "stream/engine.h"
+#include "stream_controlled.h"
 
 namespace megatrain {
 namespace {
+
+using testing::message_of;
 
 constexpr std::int64_t kElements = 100;  // not a multiple of any vector
 
@@ -126,6 +129,30 @@ TEST(ResidentTiles, ClearingWritesBackAndForgets) {
   EXPECT_THROW(tile.engine->use_resident(0, tile.stream), CallerError);
   tile.make_resident();
   tile.engine->use_resident(0, tile.stream);
+}
+
+// The flags of non-finite weights lie in pages of 1,024: one past the edge has a flag of its own.
+TEST(ResidentTiles, AreAsManyAsTheStoreHas) {
+  constexpr int kTiles = 1025, kBad = 1024;
+  constexpr std::size_t kFloats = 8;
+  const auto store = std::make_shared<TileStore>(make_host_backend({}), TileStoreOptions{.threads = 1});
+  for (int tile = 0; tile < kTiles; ++tile) store->add(TileLayout(TileFormat::kFp32, {{kFloats, true}}));
+  const std::size_t bytes = store->layout(0).bytes();
+  std::vector<std::vector<std::byte>> memory(kTiles, std::vector<std::byte>(bytes));
+  std::vector<int> non_finite(kTiles);
+  Engine engine(store);
+  for (const bool again : {false, true}) {  // clearing frees the flags
+    if (again) engine.clear_device();
+    for (int tile = 0; tile < kTiles; ++tile) {
+      const auto index = static_cast<std::size_t>(tile);
+      engine.add_resident(tile, memory[index].data(), &non_finite[index]);
+    }
+  }
+  non_finite[kBad] = 1;
+  for (const int tile : {0, kBad}) engine.update(tile, {step_number(1)}, 1.0f, 0);
+  engine.use_resident(0, {});
+  EXPECT_EQ(message_of<OutsideError>([&] { engine.use_resident(kBad, {}); }),
+            "the update made a weight infinite or NaN: tile 1024 on the device, step 0");
 }
 
 // Whether the device's weights were there when work on the stream looked, and the host's when the caller did.

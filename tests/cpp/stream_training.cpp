@@ -204,7 +204,9 @@ class EngineRun : public Run {
     }
     compute_ = backend_->create_stream("compute");
     engine_ = std::make_unique<Engine>(store_, EngineOptions{.without_wait = options.without_wait});
-    for (const auto& slot : slots_) engine_->add_slot(static_cast<std::byte*>(slot->get()), largest);
+    for (const auto& slot : slots_) {
+      engine_->add_slot(static_cast<std::byte*>(slot->get()), largest, compute_);
+    }
   }
 
   TrainingResult result() {

@@ -66,7 +66,7 @@ struct PartedEngine {
     }
     engine = std::make_unique<Engine>(store, EngineOptions{.without_wait = without});
     for (auto& slot : memory)
-      engine->add_slot(reinterpret_cast<std::byte*>(slot.data()), slot.size() * sizeof(float));
+      engine->add_slot(reinterpret_cast<std::byte*>(slot.data()), slot.size() * sizeof(float), {});
     for (int tile = 0; tile < tiles; ++tile) engine->split(tile, parts());
   }
   static std::vector<std::vector<ElementRange>> parts() {

@@ -49,6 +49,18 @@ def test_no_more_than_the_limit_is_on_its_way(device: object, torch_device: str)
     model.close()
 
 
+def test_waits_for_what_goes_down_are_counted() -> None:
+    model = model_of(2, megatrain.HostBackend(max_delay_us=3000, seed=1))
+    engine = model._parts.engine
+    shelf = HostShelf(engine, torch.device("cpu"))
+    for _ in range(8):
+        shelf.put(torch.ones(64), 0)
+    shelf.collect()
+    down_ns = engine.wait_totals()[2]
+    assert down_ns == sum(span.end_ns - span.begin_ns for span in engine.trace() if span.kind == "wait_down") > 0
+    model.close()
+
+
 def test_a_deep_model_has_no_more_on_its_way(device: object, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four layers as of sixteen, at every point of a step; nothing while the way back goes on."""
     most: list[int] = []

@@ -49,7 +49,7 @@ class Training:
         largest = self.store.layout(TILES - 1)
         self.slots = [np.zeros(largest.weight_elements, self.dtype) for _ in range(slots)]
         for slot in self.slots:
-            self.engine.add_slot(slot.ctypes.data, slot.nbytes)
+            self.engine.add_slot(slot.ctypes.data, slot.nbytes, 0)
         self.gradient = np.zeros(largest.trainable_elements, self.dtype)
         self.compute = backend.create_stream("compute")
         self.seen: list[np.ndarray] = []
@@ -147,7 +147,7 @@ def small_engine(
     engine = Engine(store, without_wait=without_wait)
     memory = [np.zeros(64, np.float32) for _ in range(slots)]
     for slot in memory:
-        engine.add_slot(slot.ctypes.data, slot.nbytes)
+        engine.add_slot(slot.ctypes.data, slot.nbytes, 0)
     return engine, store, memory
 
 
@@ -289,7 +289,7 @@ def test_callers_mistakes_are_value_errors() -> None:
         "parameter 1 of a tile with 1": lambda: engine.update(0, [update_of(1, 1)], 1.0, 0),
         "steps count from 1": lambda: engine.update(0, [update_of(0, 0)], 1.0, 0),
         "end_compute without begin_compute": lambda: engine.end_compute(0),
-        "a slot of 8 bytes for tile 1": lambda: engine.add_slot(memory[0].ctypes.data, 8, tile=1),
+        "a slot of 8 bytes for tile 1": lambda: engine.add_slot(memory[0].ctypes.data, 8, 0, tile=1),
     }
     for message, call in wrong.items():
         with pytest.raises(ValueError, match=message):
