@@ -2,6 +2,7 @@
 // same bytes without its arithmetic, on the same memory. All take turns, round by round, and never the
 // same memory twice in a row, since some of the tiles would stay in large caches.
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <functional>
@@ -78,13 +79,16 @@ double rate(ThreadPool& pool, const AdamTile& tile, const std::function<void(Ele
 
 // Parameters/s where memory does not take part.
 double cached_rate(ThreadPool& pool, AdamTile& tile, Isa isa) {
-  const std::int64_t count = std::min(kCached, tile.elements() / pool.workers());
+  std::atomic<std::int64_t> updated = 0;
   const auto begin = std::chrono::steady_clock::now();
   over_tile(pool, tile, [&](ElementRange range) {
+    // Shares are whole pages: the last ones may have less than others, or nothing.
+    const std::int64_t count = std::min(kCached, range.size());
     for (int pass = 0; pass < kCachedPasses; ++pass) tile.update(isa, {range.begin, range.begin + count});
+    updated += count * kCachedPasses;
   });
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - begin;
-  return static_cast<double>(count * pool.workers() * kCachedPasses) / took.count();
+  return static_cast<double>(updated) / took.count();
 }
 
 // Between two passes over a tile lie passes over all others.
