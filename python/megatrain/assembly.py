@@ -161,7 +161,7 @@ class Parts:
             self.router,
             self.surroundings,
             settings.placement,
-            units,
+            self.blocks,
             settings.seed,
         )
         self.direct = DirectCalls(self.weights, self.runner, self.sink, device, self.unit_of, self.steps.keeping)

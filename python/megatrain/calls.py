@@ -16,7 +16,7 @@ from megatrain.blocks import BlockResult, refuse_opaque
 from megatrain.chosen_experts import BlockWeights, EnteredWeights, experts_in
 from megatrain.errors import UnsupportedModelError
 from megatrain.host_mirror import strip_mirror
-from megatrain.kept import BlockMemory, Keeper, KeptGraph, KeptTensor, SelectedOutputs, enter
+from megatrain.kept import BlockMemory, Keeper, KeptGraph, KeptTensor, SelectedOutputs, enter, enter_joined
 from megatrain.rng import RngState
 from megatrain.strays import nothing_saved
 from megatrain.trees import flatten, unflatten
@@ -238,9 +238,31 @@ class BlockRunner:
         result = self._caller(block, detached, own_args, own_kwargs, hooked=hooked)
         if experts is not None:
             experts.end(differentiable=False)
-        leaves, spec = flatten(tuple(result))
-        owned = [own_memory(leaf, weights) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        return BlockResult(*unflatten(owned, spec))
+        return _with_own_memory(result, weights)
+
+    def run_joined(
+        self,
+        block: Block,
+        weights: Mapping[str, torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        take: Callable[[Sequence[TiledParameter], Sequence[torch.Tensor | None]], None],
+    ) -> BlockResult:
+        """The forward as a part of its caller's graph, whose backward calls `take` with the gradients of trainable
+        parameters. The weights stay where they are until then."""
+        given, given_spec = flatten((args, kwargs))
+        refuse_opaque(block, given)
+        stripped = [strip_mirror(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in given]
+        own_args, own_kwargs = unflatten(stripped, given_spec)
+        trained, tensors = self._apart(block, weights)
+        entered = enter_joined([tensors[id(p)] for p in trained], lambda gradients: take(trained, gradients))
+        tensors.update(zip(map(id, trained), entered, strict=True))
+        parameters = {name: tensors[id(parameter)] for name, parameter in block.parameters}
+        versions = [tensor._version for tensor in parameters.values()]
+        hooked = block.relays.hooked(block.modules())
+        result = self._caller(block, parameters, own_args, own_kwargs, hooked=hooked)
+        _require_unwritten(block, parameters, versions)
+        return _with_own_memory(result, weights)
 
     def run(
         self,
@@ -368,15 +390,22 @@ class BlockRunner:
         """Names tied inside the block share one tensor. Calls in one stay of the weights share all of them."""
         if isinstance(weights, BlockWeights) and weights.entered is not None:
             return weights.entered
-        tensors = {id(parameter): weights[name].detach() for name, parameter in block.parameters}
-        wanted = {id(p): p for _, p in block.parameters if self._is_trainable(p)}
-        entered, edges = enter(block.name, [tensors[key] for key in wanted])
-        tensors.update(zip(wanted, entered, strict=True))
+        trained, tensors = self._apart(block, weights)
+        entered, edges = enter(block.name, [tensors[id(p)] for p in trained])
+        tensors.update(zip(map(id, trained), entered, strict=True))
         by_name = {name: tensors[id(parameter)] for name, parameter in block.parameters}
-        made = EnteredWeights(by_name, list(zip(wanted.values(), edges, strict=True)))
+        made = EnteredWeights(by_name, list(zip(trained, edges, strict=True)))
         if isinstance(weights, BlockWeights):
             weights.entered = made
         return made
+
+    def _apart(
+        self, block: Block, weights: Mapping[str, torch.Tensor]
+    ) -> tuple[list[TiledParameter], dict[int, torch.Tensor]]:
+        """(the trainable parameters, tensors of a block's weights by the parameters' id), each once."""
+        tensors = {id(parameter): weights[name].detach() for name, parameter in block.parameters}
+        trained = {id(p): p for _, p in block.parameters if self._is_trainable(p)}
+        return list(trained.values()), tensors
 
     def _parameter_leaves(
         self, call: BlockCall, weights: Mapping[str, torch.Tensor]
@@ -471,7 +500,13 @@ def _keep_hooks_apart(weights: Mapping[str, torch.Tensor], entered: Mapping[str,
         weights.entered = None
 
 
-def own_memory(value: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+def _with_own_memory(result: BlockResult, weights: Mapping[str, torch.Tensor]) -> BlockResult:
+    leaves, spec = flatten(tuple(result))
+    owned = [own_memory(leaf, weights) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+    return BlockResult(*unflatten(owned, spec))
+
+
+def own_memory(value: torch.Tensor, weights: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """The tensor itself, or a copy where it is a view of weights: their memory will hold others."""
     storage = value.untyped_storage().data_ptr()
     if storage != 0 and any(weight.untyped_storage().data_ptr() == storage for weight in weights.values()):

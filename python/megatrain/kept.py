@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from megatrain.host_shelf import HostShelf, ShelvedTensor
     from megatrain.units import TiledParameter
 
+    Take = Callable[[Sequence[torch.Tensor | None]], None]
+
 SHELF_LEAST_BYTES = 1 << 20
 """Smaller tensors stay on the device: a copy of them costs more than it frees."""
 
@@ -164,6 +166,30 @@ def enter(block: str, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.T
         entered: tuple[torch.Tensor, ...] = _Entry.apply(gate, block, *tensors)  # type: ignore[no-untyped-call]
     first = get_gradient_edge(entered[0])
     return entered, [first._replace(output_nr=number) for number in range(len(entered))]
+
+
+class _TakenEntry(torch.autograd.Function):
+    """Gives tensors places in an ordinary graph, at which their gradients are taken, all at once."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, take: Take, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.take = take
+        ctx.set_materialize_grads(False)
+        return tuple([tensor.detach() for tensor in tensors])
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
+        ctx.take(gradients)
+        return (None, None, *[None for _ in gradients])
+
+
+def enter_joined(tensors: Sequence[torch.Tensor], take: Take) -> Sequence[torch.Tensor]:
+    """Tensors of the same memory that require gradients; a backward calls `take` with these, where any has one."""
+    if not tensors:
+        return ()
+    gate = torch.zeros((), requires_grad=True)
+    entered: tuple[torch.Tensor, ...] = _TakenEntry.apply(gate, take, *tensors)  # type: ignore[no-untyped-call]
+    return entered
 
 
 @dataclass(eq=False)

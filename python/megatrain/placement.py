@@ -136,6 +136,16 @@ class Placement:
     def block(self, index: int) -> BlockPlacement:
         return self.blocks[min(index, len(self.blocks) - 1)]
 
+    def rests(self, blocks: int, micro_batches: int) -> bool:
+        """Nothing of a step leaves the device: micro-batches run to their ends one by one, and of each of so many
+        blocks weights, optimizer state and all that autograd saves stay."""
+        return (self.order == "micro-batch-major" or micro_batches == 1) and all(
+            place.resident == "all"
+            and place.kept_on == place.inputs_side == "device"
+            and all(place.keep_for(number) == "everything" for number in range(micro_batches))
+            for place in map(self.block, range(blocks))
+        )
+
     def residence(self, outside: str) -> Residence:
         """Of the module with this name outside the stacks."""
         return self.outside.get(outside, self.outside.get("", "none"))

@@ -9,6 +9,7 @@ import torch
 
 from megatrain.calls import Keeping
 from megatrain.host_shelf import HostShelf
+from megatrain.joined import JoinedPass, can_join
 from megatrain.loss import loss_in
 from megatrain.parking import ParkedForward
 from megatrain.rng import RngState, seed_for, seed_generators
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from megatrain.placement import Placement
     from megatrain.surroundings import Surroundings
     from megatrain.takeover import Router
-    from megatrain.units import TiledParameter, Unit, UnitPlan
+    from megatrain.units import TiledParameter, Unit
 
 Active = tuple[int, "Mapping[str, Any]", float]
 """A micro-batch that is run: its number in the step, itself, its weight."""
@@ -45,17 +46,19 @@ class StepRunner:
         router: Router,
         surroundings: Surroundings,
         placement: Placement,
-        plan: UnitPlan,
+        blocks: Sequence[Block],
         seed: int,
     ) -> None:
         self._module = module
+        self._engine = engine
         self._weights = weights
         self._runner = runner
         self._router = router
         self._surroundings = surroundings
         self.placement = placement
-        blocks = [unit.tile for unit in plan.units if unit.is_block]
-        self._index = {tile: index for index, tile in enumerate(blocks)}
+        self._blocks = blocks
+        in_order = sorted(block.unit.tile for block in blocks)
+        self._index = {tile: index for index, tile in enumerate(in_order)}
         self._seed = seed
         self._shelf = HostShelf(engine, weights.device)
         self._backward_uses: list[int] = []
@@ -87,39 +90,81 @@ class StepRunner:
         sink.expect(len(active), together)
         self._weights.begin_pass([*forward_uses, *self._backward_uses] * (-(-len(active) // together)))
         used = forward_uses
+        joined = can_join(self._blocks, self.placement, self._weights, len(active))
         for first in range(0, len(active), together):
             group = active[first : first + together]
             last = first + together >= len(active)
-            order = ForwardAndBack(
-                self._weights, self._runner, self._weights.device, self.keeping, check_interrupts, first
-            )
-            runs = [self._parked(step, number, entry) for number, entry, _ in group]
-
-            def when_done(index: int, output: Any, group: Sequence[Active] = group) -> None:
-                self._shelf.settle()
-                share = group[index][2] / total
-                own_loss = loss_in(output)
-                loss.add_(own_loss.detach().double(), alpha=share)
-                if own_loss.requires_grad:
-                    torch.autograd.backward([own_loss * share], retain_graph=True)
-
-            try:
-                order.forward(runs, when_done, differentiable=True)
-                if first == 0:  # later ones find what is outside the stacks on the device
-                    used = self._weights.uses
-                self._weights.uses = []
-                if last:
-                    for unit in self._weights.outside_units():
-                        if not order.reaches(unit.tile, self._weights.outside[unit.tile].leaf_ids()):
-                            complete(unit)
-                self._shelf.collect()  # while the device takes losses
-                order.backward(sink, unit_of, complete if last else lambda unit: None)
-                self._backward_uses, self._weights.uses = self._weights.uses, []
-            except BaseException:
-                for run in runs:
-                    run.abandon()
-                raise
+            shares = [weight / total for _, _, weight in group]
+            when_final = complete if last else lambda unit: None
+            if joined:
+                used_here = self._train_joined(step, group[0], shares[0], loss, sink, when_final, check_interrupts)
+            else:
+                order = ForwardAndBack(
+                    self._weights, self._runner, self._weights.device, self.keeping, check_interrupts, first
+                )
+                used_here = self._train_parked(step, group, shares, loss, order, sink, unit_of, when_final)
+            if first == 0:  # later ones find what is outside the stacks on the device
+                used = used_here
         self._shelf.collect()
+        return used
+
+    def _train_joined(
+        self,
+        step: int,
+        micro_batch: Active,
+        share: float,
+        loss: torch.Tensor,
+        sink: GradientSink,
+        when_final: Callable[[Unit], None],
+        check_interrupts: Callable[[], None],
+    ) -> list[int]:
+        """One micro-batch, in this thread. Returns the tiles that the forward used, in order."""
+        number, entry, _ = micro_batch
+        arguments = self._arguments(step, number, entry)
+        joined = JoinedPass(self._engine, self._weights, self._runner, self._router, sink, check_interrupts)
+        own_loss = loss_in(joined.forward(lambda: self._module(**arguments)))
+        loss.add_(own_loss.detach().double(), alpha=share)
+        used, self._weights.uses = self._weights.uses, []
+        joined.backward(own_loss * share)
+        self._backward_uses, self._weights.uses = self._weights.uses, []
+        for unit in dict.fromkeys(block.unit for block in reversed(joined.called)):
+            when_final(unit)
+        return used
+
+    def _train_parked(
+        self,
+        step: int,
+        group: Sequence[Active],
+        shares: Sequence[float],
+        loss: torch.Tensor,
+        order: ForwardAndBack,
+        sink: GradientSink,
+        unit_of: Callable[[TiledParameter], Unit],
+        when_final: Callable[[Unit], None],
+    ) -> list[int]:
+        """Some micro-batches, side by side. Returns the tiles that their forwards used, in order."""
+
+        def when_done(index: int, output: Any) -> None:
+            self._shelf.settle()
+            own_loss = loss_in(output)
+            loss.add_(own_loss.detach().double(), alpha=shares[index])
+            if own_loss.requires_grad:
+                torch.autograd.backward([own_loss * shares[index]], retain_graph=True)
+
+        runs = [self._parked(step, number, entry) for number, entry, _ in group]
+        try:
+            order.forward(runs, when_done, differentiable=True)
+            used, self._weights.uses = self._weights.uses, []
+            for unit in self._weights.outside_units():
+                if not order.reaches(unit.tile, self._weights.outside[unit.tile].leaf_ids()):
+                    when_final(unit)
+            self._shelf.collect()  # while the device takes losses
+            order.backward(sink, unit_of, when_final)
+            self._backward_uses, self._weights.uses = self._weights.uses, []
+        except BaseException:
+            for run in runs:
+                run.abandon()
+            raise
         return used
 
     def evaluate(self, step: int, active: Sequence[Active], forward_uses: list[int]) -> list[torch.Tensor]:
@@ -156,9 +201,14 @@ class StepRunner:
         with suppress(RuntimeError):
             self._weights.recover()
 
-    def _parked(self, step: int, number: int, batch: Mapping[str, Any]) -> ParkedForward:
+    def _arguments(self, step: int, number: int, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Of a micro-batch's forward, which draws from the generators as they are now."""
         arguments = self._surroundings.to_device({k: v for k, v in batch.items() if k != "weight"})
         seed_generators(seed_for(self._seed, step, number), self._weights.device)
+        return arguments
+
+    def _parked(self, step: int, number: int, batch: Mapping[str, Any]) -> ParkedForward:
+        arguments = self._arguments(step, number, batch)
         state = RngState.capture(self._weights.device)
         return ParkedForward(
             lambda: self._module(**arguments),

@@ -46,8 +46,8 @@ class Router:
         """This thread's calls have a handler of their own."""
         return getattr(self._local, "handler", None) is not None
 
-    def handle_here(self, handler: Callable[[Block, tuple[Any, ...], dict[str, Any]], Any]) -> None:
-        """Calls in this thread go to `handler` from now on."""
+    def handle_here(self, handler: Callable[[Block, tuple[Any, ...], dict[str, Any]], Any] | None) -> None:
+        """Calls in this thread go to `handler` from now on, or (None) to the default again."""
         self._local.handler = handler
 
 

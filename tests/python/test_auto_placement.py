@@ -55,7 +55,8 @@ def micro_batches(step: int, count: int = 2, **sizes: int) -> list[dict[str, tor
 
 
 def trained(steps: int = 3, **changes: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    with streamed(families.build(QWEN, dropout=True), **changes) as model:
+    # Tied, head and embedding are summed in another order where micro-batches run one by one.
+    with streamed(families.build(QWEN, dropout=True, tie_word_embeddings=False), **changes) as model:
         losses = [model.step(micro_batches(step)).loss for step in range(steps)]
         return losses, {name: value.clone() for name, value in model.state_dict().items()}
 
@@ -83,7 +84,7 @@ def tight(share: float) -> Hardware:
 
 def test_the_first_step_plans_and_results_are_the_same() -> None:
     expected = trained()
-    with streamed(families.build(QWEN, dropout=True), hardware="H200") as model:
+    with streamed(families.build(QWEN, dropout=True, tie_word_embeddings=False), hardware="H200") as model:
         assert (model.plan, model.unplanned) == (None, "no step has been asked for yet")
         assert model.placement == Placement()
         losses = [model.step(micro_batches(step)).loss for step in range(3)]
@@ -184,14 +185,14 @@ def test_only_what_outgrows_the_plan_is_planned_for() -> None:
 
 
 def test_a_batch_that_needs_more_memory_moves_out_what_was_resident() -> None:
-    with streamed(families.build(QWEN, **BIG), hardware=tight(0.5)) as model:
+    with streamed(families.build(QWEN, **BIG), hardware=tight(0.4)) as model:
         model.step(micro_batches(0))
         before = model.memory_report().device_resident
         assert before > 0
         model.step(micro_batches(1, 2, rows=32, length=9))
         plan = model.plan
         assert plan is not None
-        assert plan.memory.device_bytes <= usable_device(tight(0.5).gpu_memory)
+        assert plan.memory.device_bytes <= usable_device(tight(0.4).gpu_memory)
         assert model.memory_report().device_resident < before
 
 

@@ -21,6 +21,9 @@ from megatrain import BlockPlacement, Placement
 
 FAMILY_IDS = [family.name for family in FAMILIES]
 STREAMED = Placement()
+JOINED = Placement(
+    order="micro-batch-major", blocks=(BlockPlacement(keep="everything", resident="all"),), outside={"": "all"}
+)
 KEEPS = ["inputs", "selected", "everything"]
 ORDERS = ["layer-major", "micro-batch-major"]
 
@@ -93,7 +96,7 @@ PLACEMENTS = {
         order=order, blocks=(BlockPlacement(keep="selected", kept_on=side, inputs_on=other),)
     )
     for order, (side, other) in product(ORDERS, (("device", "host"), ("host", "device")))
-}
+} | {"nothing leaves the device": JOINED}
 
 
 @pytest.mark.parametrize("dropout", [False, True], ids=["plain", "dropout"])
@@ -124,6 +127,7 @@ def test_placements_of_every_family(family: Any, way: str, device: object, torch
             ),
             outside={"": "all"},
         ),
+        JOINED,
     ):
         same_sums = placement.order == "layer-major" or way == "backward"
         assert_same(run(family, device, placement, steps=3, way=way), expected, exact and same_sums)

@@ -91,7 +91,7 @@ def test_the_page_holds_everything(runs: Path, capsys: pytest.CaptureFixture[str
     values = json.loads((runs / "planned" / "achieved.json").read_text())
     for part in (
         "Qwen3ForCausalLM", "2 x 2 x 16 = 64 tokens a step", "planned for H200", "bound by", "4 steps, loss",
-        "Means of 3 steps", f"{values['tokens_per_second']:,.0f}", "Order of work: layer-major",
+        "Means of 3 steps", f"{values['tokens_per_second']:,.0f}", "Order of work: micro-batch-major",
         "everything, on the device", "Next best placements",
     ):  # fmt: skip
         assert part in text, part

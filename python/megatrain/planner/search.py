@@ -73,10 +73,18 @@ def search(steps: Steps, device_memory: int, host_memory: int) -> list[Timed]:
             choice = table.choice(place)
             if _kind(choice) not in kinds:
                 time(choice)
-    rest = min(map(time, _at_rest(found, steps)), key=lambda timed: timed.timeline.seconds, default=None)
+    at_rest = list(map(time, _at_rest(found, steps)))
     # Another kind may be faster by less than ENOUGH.
     ordered = sorted(kinds.values(), key=lambda timed: timed.timeline.seconds)
-    if rest is None or rest.timeline.seconds > ordered[0].timeline.seconds * (1 + AT_REST):
+    slowest = ordered[0].timeline.seconds * (1 + AT_REST)
+    blocks, micro_batches = len(steps.shape.blocks), steps.job.batch.micro_batches
+    rest = min(
+        (timed for timed in at_rest if timed.timeline.seconds <= slowest),
+        # What the host is spared where blocks need not be parked is not in the times.
+        key=lambda timed: (not timed.placement.rests(blocks, micro_batches), timed.timeline.seconds),
+        default=None,
+    )
+    if rest is None:
         return ordered
     return [rest, *(timed for timed in ordered if timed.placement != rest.placement)]
 
