@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatrain.attention import preferred_attention
+from megatrain.planner.work import BACKWARD_PRODUCTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeSpeed:
-    """FLOP/s of large matrix products, between passes over the device's memory, and of causal attention's forward in
-    bf16 (of which the masked half is not counted), and bytes/s of such passes."""
+    """FLOP/s of a layer's large matrix products, between passes over the device's memory, and of causal attention's
+    forward in bf16 (of which the masked half is not counted), and bytes/s of such passes. Products are those of a
+    forward and its backward in turns; the speed is the forward's, by the planner's ratio of the two."""
 
     bf16_flops: float
     fp32_flops: float
@@ -46,6 +48,8 @@ ROWS = 4
 PASSES_A_PRODUCT = 3
 """Of memory, about a tenth of the time, as in a step. Products one after another draw so much power that an H200 slows
 down further than it does in steps."""
+FORWARDS = 1 + 2 / BACKWARD_PRODUCTS
+"""Of a layer's forward, its backward included."""
 
 
 def compute_speed(device: torch.device, sizes: ProbeSizes | None = None) -> ComputeSpeed:
@@ -70,20 +74,27 @@ def compute_speed(device: torch.device, sizes: ProbeSizes | None = None) -> Comp
         call(0.0)
         return call(sizes.other_seconds)
 
-    def product(m: int, k: int, n: int, dtype: torch.dtype, warm_up: float, seconds: float) -> float:
-        a, b = random(m, k, dtype=dtype), random(k, n, dtype=dtype)
-        out = torch.empty(m, n, device=device, dtype=dtype)
+    def products(m: int, k: int, n: int, dtype: torch.dtype, warm_up: float, seconds: float) -> float:
+        inputs, weights, gradients = random(m, k, dtype=dtype), random(n, k, dtype=dtype), random(m, n, dtype=dtype)
+        # Each has the memory layout that it has in a linear layer.
+        triple = (
+            (inputs, weights.t(), torch.empty_like(gradients)),
+            (gradients, weights, torch.empty_like(inputs)),
+            (gradients.t(), inputs, torch.empty_like(weights)),
+        )
 
         def work() -> None:
-            torch.mm(a, b, out=out)
-            for _ in range(PASSES_A_PRODUCT):
-                one_pass()
+            for left, right, out in triple:
+                torch.mm(left, right, out=out)
+                for _ in range(PASSES_A_PRODUCT):
+                    one_pass()
 
         call = _repeated(work, device)
         call(warm_up)
         together = call(seconds)
-        # Whatever else went on meanwhile, the product took most of it.
-        return 2.0 * m * k * n / max(together - PASSES_A_PRODUCT * pass_seconds, together / 2)
+        # Whatever else went on meanwhile, the products took most of it.
+        taken = max(together - len(triple) * PASSES_A_PRODUCT * pass_seconds, together / 2)
+        return FORWARDS * 2.0 * m * k * n / taken
 
     def attention() -> float:
         shape = (ROWS, sizes.heads, sizes.length, sizes.head_size)
@@ -98,8 +109,8 @@ def compute_speed(device: torch.device, sizes: ProbeSizes | None = None) -> Comp
     with torch.no_grad():
         pass_seconds = passes()
         return ComputeSpeed(
-            bf16_flops=product(*sizes.product, torch.bfloat16, sizes.warm_up_seconds, sizes.product_seconds),
-            fp32_flops=product(*sizes.fp32_product, torch.float32, 0.0, sizes.other_seconds),
+            bf16_flops=products(*sizes.product, torch.bfloat16, sizes.warm_up_seconds, sizes.product_seconds),
+            fp32_flops=products(*sizes.fp32_product, torch.float32, 0.0, sizes.other_seconds),
             attention_flops=attention(),
             gpu_bandwidth=2.0 * source.nbytes / pass_seconds,
         )

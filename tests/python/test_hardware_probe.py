@@ -14,6 +14,7 @@ from megatrain.compute_speed import ROWS, ProbeSizes
 from megatrain.hardware_probe import FreeMemory, hardware_of
 from megatrain.machine import MachineSpeed, UpdateSpeed
 from megatrain.planner.examples import examples
+from megatrain.planner.work import BACKWARD_PRODUCTS
 
 GIB = 1 << 30
 TINY = ProbeSizes(
@@ -59,14 +60,16 @@ def test_work_is_counted_as_the_planner_counts_it(monkeypatch: pytest.MonkeyPatc
     for module, name in ((torch, "mm"), (torch, "add"), (torch.nn.functional, "scaled_dot_product_attention")):
         monkeypatch.setattr(module, name, counted(getattr(module, name)))
     found = compute_speed.compute_speed(torch.device("cpu"), TINY)
-    assert found.bf16_flops == 2 * 8 * 16 * 32
-    assert found.fp32_flops == 2 * 4 * 8 * 16
+    # A forward's product and the two of its backward, in three seconds, as the planner shares them out.
+    forward_seconds = 3 / (1 + 2 / BACKWARD_PRODUCTS)
+    assert found.bf16_flops == pytest.approx(2 * 8 * 16 * 32 / forward_seconds)
+    assert found.fp32_flops == pytest.approx(2 * 4 * 8 * 16 / forward_seconds)
     assert found.gpu_bandwidth == 2 * 64 * 2 * 16
     block = examples()[0].blocks[0]
     per_width = block.attention_flops(TINY.length) / block.attention_width
     assert found.attention_flops == per_width * TINY.heads * TINY.head_size * ROWS * TINY.length
     shapes = {tuple(output.shape): output.dtype for output in outputs}
-    assert shapes[8, 32] == shapes[(64,)] == shapes[ROWS, 2, 16, 8] == torch.bfloat16 and shapes[4, 16] == torch.float32
+    assert shapes[8, 32] == shapes[8, 16] == shapes[32, 16] == shapes[(64,)] == shapes[ROWS, 2, 16, 8] == torch.bfloat16 and shapes[4, 16] == torch.float32
     assert all(bool(torch.isfinite(output).all()) and float(output.abs().max()) > 0 for output in outputs)
 
 
