@@ -13,7 +13,7 @@
 #include "adam_tile.h"
 #include "base/cpu.h"
 #include "base/error.h"
-#include "device/host_memory.h"
+#include "machine.h"
 #include "program.h"
 #include "qwen_layers.h"
 
@@ -132,12 +132,15 @@ void add_row(Table& table, const AdamTile& tile, std::int64_t threads, const cha
 
 void run(const Arguments& arguments, Report& report) {
   const bool quick = arguments.quick();
-  const std::int64_t parameters = qwen_layer_elements(arguments.text("--layer")) / (quick ? 64 : 1);
-  std::vector<std::int64_t> threads = arguments.counts("--threads");
+  // A round of a large layer takes half a minute on one core.
+  const std::string asked = arguments.text("--layer");
+  const std::string layer = !asked.empty() ? asked : usable_cores() < 4 ? "0.5b" : "1.5b";
+  const std::int64_t parameters = qwen_layer_elements(layer) / (quick ? 64 : 1);
+  std::vector<std::int64_t> threads = arguments.counts("--threads", 1, kMostThreads);
   if (threads.empty()) threads = {static_cast<std::int64_t>(usable_cores())};
   std::size_t bytes = 0;
   for (const TileFormat format : adam_formats()) bytes += AdamTile::bytes(format, parameters);
-  require_host_memory(bytes);
+  require_memory(bytes, "a smaller --layer");
 
   ThreadPool everyone(usable_cores());
   Tiles tiles;
@@ -186,7 +189,8 @@ int main(int argc, char** argv) {
       argc, argv,
       {"adam",
        "how close AdamW comes to the speed of memory",
-       {{"--layer", "MODEL", "1.5b", "updates a layer of Qwen2.5 0.5b, 1.5b, 3b, 7b or 14b"},
+       {{"--layer", "MODEL", "",
+         "updates a layer of Qwen2.5 0.5b, 1.5b, 3b, 7b or 14b (default: 1.5b, on fewer than 4 cores 0.5b)"},
         {"--threads", "LIST", "", "numbers of threads, such as 1,4,16 (default: all usable cores)"}},
        megatrain::bench::run});
 }

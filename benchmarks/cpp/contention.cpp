@@ -13,7 +13,7 @@
 #include "base/cpu.h"
 #include "base/error.h"
 #include "cuda_tools.h"
-#include "device/host_memory.h"
+#include "machine.h"
 #include "probe/cache_size.h"
 #include "probe/contest.h"
 #include "probe/machine_speed.h"
@@ -37,17 +37,17 @@ struct Samples {
 };
 
 void run(const Arguments& arguments, Report& report) {
-  const std::vector<std::shared_ptr<Backend>> gpus = require_gpus();
   const bool quick = arguments.quick();
-  const auto device = static_cast<std::size_t>(arguments.count("--device", 0));
+  const auto device = static_cast<std::size_t>(arguments.count("--device", 0, kMostDevices));
+  const std::int64_t parameters = qwen_layer_elements(arguments.text("--layer")) / (quick ? 64 : 1);
+  const std::vector<std::shared_ptr<Backend>> gpus = require_gpus();
   if (device >= gpus.size()) {
     throw CallerError("--device " + std::to_string(device) + ": there are " + std::to_string(gpus.size()));
   }
   Backend& gpu = *gpus[device];
-  const std::int64_t parameters = qwen_layer_elements(arguments.text("--layer")) / (quick ? 64 : 1);
   const std::size_t copy_bytes = std::size_t{quick ? 4u : 64u} << 20;
   const std::size_t cache_bytes = quick ? 0 : last_level_cache_bytes();
-  require_host_memory(Contest::host_bytes(2 * copy_bytes, parameters, cache_bytes));
+  require_memory(Contest::host_bytes(2 * copy_bytes, parameters, cache_bytes), "a smaller --layer");
 
   ThreadPool everyone(usable_cores());
   DeviceMemory device_memory(gpu.device_index(), 2 * copy_bytes);

@@ -10,7 +10,9 @@
 #include <sstream>
 
 #include "base/cpu.h"
+#include "base/error.h"
 #include "cuda_tools.h"
+#include "device/host_memory.h"
 #include "probe/cache_size.h"
 
 namespace megatrain::bench {
@@ -38,14 +40,23 @@ std::vector<int> parse_cpus(const std::string& list) {
   return cpus;
 }
 
+// More than any kernel is built for.
+constexpr int kMostCpus = 1 << 16;
+
+// A cpu_set_t of the usual size has room for 1024.
+struct CpuSet {
+  std::vector<unsigned long> words = std::vector<unsigned long>(kMostCpus / (8 * sizeof(unsigned long)));
+  cpu_set_t* set() { return reinterpret_cast<cpu_set_t*>(words.data()); }
+  std::size_t bytes() const { return words.size() * sizeof(unsigned long); }
+};
+
 bool allowed(int cpu) {
-  static const cpu_set_t set = [] {
-    cpu_set_t mine;
-    CPU_ZERO(&mine);
-    sched_getaffinity(0, sizeof mine, &mine);
-    return mine;
+  static CpuSet mine = [] {
+    CpuSet found;
+    sched_getaffinity(0, found.bytes(), found.set());
+    return found;
   }();
-  return cpu < CPU_SETSIZE && CPU_ISSET(cpu, &set);
+  return cpu < kMostCpus && CPU_ISSET_S(cpu, mine.bytes(), mine.set());
 }
 
 double cache_mib() { return static_cast<double>(last_level_cache_bytes()) / (1 << 20); }
@@ -95,7 +106,7 @@ std::vector<NumaNode> numa_nodes() {
   }
   if (nodes.empty()) {  // a kernel without NUMA
     NumaNode all;
-    for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) {
+    for (int cpu = 0; cpu < kMostCpus; ++cpu) {
       if (allowed(cpu)) all.cpus.push_back(cpu);
     }
     nodes.push_back(std::move(all));
@@ -103,13 +114,23 @@ std::vector<NumaNode> numa_nodes() {
   return nodes;
 }
 
-void run_on(const std::vector<int>& cpus) {
-  cpu_set_t set;
-  CPU_ZERO(&set);
+bool run_on(const std::vector<int>& cpus) {
+  CpuSet wanted;
   for (const int cpu : cpus) {
-    if (cpu < CPU_SETSIZE) CPU_SET(cpu, &set);
+    if (cpu < kMostCpus) CPU_SET_S(cpu, wanted.bytes(), wanted.set());
   }
-  sched_setaffinity(0, sizeof set, &set);
+  return sched_setaffinity(0, wanted.bytes(), wanted.set()) == 0;
+}
+
+void require_memory(std::size_t bytes, const std::string& instead) {
+  const MemoryLimit limit = host_memory_limit();
+  if (bytes <= limit.available_bytes) return;
+  std::ostringstream text;
+  text.precision(3);
+  text << static_cast<double>(bytes) / (1 << 30) << " GiB of host memory are needed, "
+       << static_cast<double>(limit.available_bytes) / (1 << 30) << " are available according to "
+       << limit.source << "; ask for " << instead;
+  throw OutsideError(text.str());
 }
 
 std::vector<unsigned> thread_counts(unsigned most) {

@@ -1,6 +1,7 @@
 // What the figures were measured on: processor, caches, memory, NUMA nodes, GPUs.
 #pragma once
 
+#include <cstddef>
 #include <string>
 #include <vector>
 
@@ -14,8 +15,11 @@ struct NumaNode {
 };
 
 std::vector<NumaNode> numa_nodes();  // with CPUs for this process; at least one
-// Lets the calling thread run on these CPUs only. A preference: containers may forbid it.
-void run_on(const std::vector<int>& cpus);
+// Lets the calling thread run on these CPUs only; false where that is forbidden.
+bool run_on(const std::vector<int>& cpus);
+// Throws OutsideError with both figures, and what to ask for instead, where the host has less than `bytes`
+// left.
+void require_memory(std::size_t bytes, const std::string& instead);
 // 1, 2, 4, ... and `most` itself.
 std::vector<unsigned> thread_counts(unsigned most);
 

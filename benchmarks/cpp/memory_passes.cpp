@@ -20,6 +20,9 @@ namespace {
 using Word = std::uint32_t __attribute__((may_alias));
 // Elements; 4 to 16 cache lines of each stream. From 64 to 1024 the speed is the same.
 constexpr std::int64_t kMixBlock = 256;
+// Bytes ahead of each stream, as in the update.
+constexpr std::int64_t kPrefetched = 2048;
+constexpr std::int64_t kLineWords = 16;
 
 }  // namespace
 
@@ -88,6 +91,9 @@ std::uint32_t pass_mix(const MixStream* streams, int count, std::int64_t begin, 
     for (int s = 0; s < count; ++s) {
       auto* const words = reinterpret_cast<Word*>(streams[s].data + block * streams[s].element_bytes);
       const std::int64_t size = elements * streams[s].element_bytes / static_cast<std::int64_t>(sizeof(Word));
+      for (std::int64_t i = 0; i < size; i += kLineWords) {
+        __builtin_prefetch(reinterpret_cast<const std::byte*>(words + i) + kPrefetched);
+      }
       if (streams[s].written) {
         for (std::int64_t i = 0; i < size; ++i) words[i] ^= mask;
       } else {

@@ -16,6 +16,7 @@ namespace megatrain::bench {
 namespace {
 
 constexpr std::size_t kHugePageBytes = std::size_t{2} << 20;
+constexpr int kMostNodes = 1024;
 
 }  // namespace
 
@@ -31,13 +32,17 @@ NodeMemory::NodeMemory(std::size_t bytes, const std::vector<int>& nodes, Pages p
   munmap(mapped, head);
   data_ = static_cast<std::byte*>(mapped) + head;
   madvise(data_, bytes_, pages == Pages::kHuge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
-  unsigned long mask = 0;
+  constexpr int kBits = 8 * sizeof(unsigned long);
+  unsigned long mask[kMostNodes / kBits] = {};
+  bool any = false;
   for (const int node : nodes) {
-    if (node >= 0 && node < 64) mask |= 1UL << node;
+    if (node < 0 || node >= kMostNodes) continue;
+    mask[node / kBits] |= 1UL << (node % kBits);
+    any = true;
   }
-  if (mask != 0) {
+  if (any) {
     const int policy = nodes.size() > 1 ? MPOL_INTERLEAVE : MPOL_PREFERRED;
-    syscall(SYS_mbind, data_, bytes_, policy, &mask, 65UL, 0U);
+    syscall(SYS_mbind, data_, bytes_, policy, mask, static_cast<unsigned long>(kMostNodes), 0U);
   }
 }
 
@@ -50,6 +55,11 @@ void NodeMemory::touch(ThreadPool& pool) {
       *static_cast<volatile std::byte*>(data_ + page * 4096) = std::byte{0};
     }
   });
+}
+
+int node_of(const std::byte* page) {
+  int node = -1;
+  return syscall(SYS_get_mempolicy, &node, nullptr, 0UL, page, MPOL_F_NODE | MPOL_F_ADDR) == 0 ? node : -1;
 }
 
 }  // namespace megatrain::bench

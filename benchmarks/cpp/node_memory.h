@@ -15,7 +15,7 @@ enum class Pages { kHuge, kSmall };
 class NodeMemory {
  public:
   // On one node, page by page on several in turn, or, for none, wherever it is touched first. A
-  // preference, as in the runtime. Throws OutsideError.
+  // preference, as in the runtime: containers may forbid it, and node_of() tells. Throws OutsideError.
   NodeMemory(std::size_t bytes, const std::vector<int>& nodes, Pages pages = Pages::kHuge);
   NodeMemory(const NodeMemory&) = delete;
   NodeMemory& operator=(const NodeMemory&) = delete;
@@ -30,5 +30,8 @@ class NodeMemory {
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
 };
+
+// The NUMA node of a page that has been touched; -1 where the kernel does not tell.
+int node_of(const std::byte* page);
 
 }  // namespace megatrain::bench

@@ -11,9 +11,9 @@
 #include "base/error.h"
 #include "copy_gpus.h"
 #include "copy_session.h"
-#include "device/host_memory.h"
 #include "host_kinds.h"
 #include "machine.h"
+#include "node_memory.h"
 #include "program.h"
 #include "qwen_layers.h"
 
@@ -133,19 +133,27 @@ Table by_pieces(CopySession& session) {
 }
 
 void run(const Arguments& arguments, Report& report) {
-  const std::vector<std::shared_ptr<Backend>> gpus = require_gpus();
   const CopySizes sizes(arguments.quick());
-  const auto device = static_cast<std::size_t>(arguments.count("--device", 0));
+  const auto device = static_cast<std::size_t>(arguments.count("--device", 0, kMostDevices));
+  const std::vector<std::shared_ptr<Backend>> gpus = require_gpus();
   if (device >= gpus.size())
     throw CallerError("--device " + std::to_string(device) + ": there are " + std::to_string(gpus.size()));
-  require_host_memory((4 + 2 * gpus.size()) * sizes.largest + 8 * sizes.medium);
+  require_memory((4 + 2 * gpus.size()) * sizes.largest + 8 * sizes.medium, "--quick, which measures less");
   ThreadPool pool(usable_cores());
   // Memory of cudaHostAlloc lies where the caller runs.
-  for (const NumaNode& node : numa_nodes()) {
-    if (node.index == gpus[device]->numa_node()) run_on(node.cpus);
+  const std::vector<NumaNode> nodes = numa_nodes();
+  const int near = gpus[device]->numa_node();
+  for (const NumaNode& node : nodes) {
+    if (node.index == near) run_on(node.cpus);  // where that is forbidden the note below says what came of it
   }
   {
     Station station(gpus[device], pool, sizes.largest);
+    const int found = node_of(station.source.data());
+    if (nodes.size() > 1 && near >= 0 && found != near) {
+      report.note("The GPU is on NUMA node " + std::to_string(near) + ", the host's memory on " +
+                  (found < 0 ? "a node that the kernel does not tell" : "node " + std::to_string(found)) +
+                  ": containers may forbid to choose.");
+    }
     CopySession session(station, sizes);
     report.add("sizes", by_size(session));
     report.add("pieces", by_pieces(session));

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "base/error.h"
-#include "device/host_memory.h"
+#include "machine.h"
 #include "program.h"
 #include "qwen_layers.h"
 #include "ring.h"
@@ -16,6 +16,8 @@ namespace {
 
 // Backward recomputes forward and takes twice as long itself.
 constexpr double kForwardShare = 0.25;
+
+constexpr std::int64_t kMostLayers = 10000;
 
 struct Parts {
   double compute = 0, up = 0, down = 0, updates = 0;  // seconds a step
@@ -41,22 +43,24 @@ void run(const Arguments& arguments, Report& report) {
   if (backend_name != "auto" && backend_name != "cuda" && backend_name != "host") {
     throw CallerError("--backend is \"" + backend_name + "\"; it must be auto, cuda or host");
   }
+  RingShape shape;
+  shape.parameters = qwen_layer(arguments.text("--layer"));
+  for (std::int64_t& elements : shape.parameters)
+    elements = std::max<std::int64_t>(elements / (quick ? 256 : 1), 1);
+  shape.layers = static_cast<int>(arguments.count("--layers", 1, kMostLayers));
+  if (quick && !arguments.given("--layers")) shape.layers = 4;
+  shape.slots = static_cast<int>(arguments.count("--slots", 2, kMostLayers));
+  shape.threads = static_cast<unsigned>(arguments.count("--threads", 0, kMostThreads));
   std::shared_ptr<Backend> backend;
   if (backend_name == "host" || (backend_name == "auto" && cuda_device_count() == 0)) {
     backend = make_host_backend({});
   } else {
     backend = require_gpus().front();
   }
-  RingShape shape;
-  shape.parameters = qwen_layer(arguments.text("--layer"));
-  for (std::int64_t& elements : shape.parameters)
-    elements = std::max<std::int64_t>(elements / (quick ? 256 : 1), 1);
-  shape.layers = quick ? 4 : static_cast<int>(arguments.count("--layers"));
-  shape.slots = static_cast<int>(arguments.count("--slots", 2));
-  shape.threads = static_cast<unsigned>(arguments.count("--threads", 0));
   std::int64_t parameters = 0;
   for (const std::int64_t elements : shape.parameters) parameters += elements;
-  require_host_memory(static_cast<std::size_t>(parameters) * static_cast<std::size_t>(16 * shape.layers));
+  require_memory(static_cast<std::size_t>(parameters) * 16 * static_cast<std::size_t>(shape.layers),
+                 "fewer --layers, or a smaller --layer");
 
   Ring ring(backend, shape);
   const int steps = quick ? 2 : 6;
@@ -139,7 +143,7 @@ int main(int argc, char** argv) {
        "how close the whole ring comes to the longest of its parts",
        {{"--backend", "NAME", "auto", "cuda, host, or auto: cuda where there is a GPU"},
         {"--layer", "MODEL", "1.5b", "layers of Qwen2.5 0.5b, 1.5b, 3b, 7b or 14b"},
-        {"--layers", "N", "8", "how many"},
+        {"--layers", "N", "8", "how many; with --quick 4, if not given"},
         {"--slots", "N", "2", "buffers for weights on the device"},
         {"--threads", "N", "0", "of the update; 0: all usable cores but one"}},
        megatrain::bench::run});

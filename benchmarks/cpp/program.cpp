@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <filesystem>
 #include <fstream>
 
 #include "base/error.h"
@@ -25,13 +26,40 @@ void print_help(const Program& program) {
   std::printf("\nExit status: 0 done, 1 failed, 2 wrong arguments, 3 the machine lacks what is measured.\n");
 }
 
-void write_json(const std::string& path, const Json& json) {
-  if (path.empty()) return;
-  std::ofstream file(path);
-  file << json.text() << '\n';
-  file.close();
-  if (!file) throw OutsideError("writing " + path + " failed");
-}
+// The file of --json: known to be writable before anything is measured, and whole or as it was afterwards.
+class JsonFile {
+ public:
+  explicit JsonFile(const std::string& path) : path_(path), written_(path) {
+    if (path.empty()) return;
+    std::error_code ignored;
+    const auto status = std::filesystem::status(path, ignored);
+    // A device or a pipe is written as it is.
+    replaces_ = !std::filesystem::exists(status) || std::filesystem::is_regular_file(status);
+    if (replaces_) written_ += ".part";
+    file_.open(written_);
+    if (!file_) throw CallerError("--json " + path + " cannot be written");
+  }
+  ~JsonFile() {
+    std::error_code ignored;
+    if (replaces_) std::filesystem::remove(written_, ignored);
+  }
+  JsonFile(const JsonFile&) = delete;
+  JsonFile& operator=(const JsonFile&) = delete;
+
+  void write(const Json& json) {
+    if (path_.empty()) return;
+    file_ << json.text() << '\n';
+    file_.close();
+    std::error_code failed;
+    if (file_ && replaces_) std::filesystem::rename(written_, path_, failed);
+    if (!file_ || failed) throw OutsideError("writing " + path_ + " failed");
+  }
+
+ private:
+  std::string path_, written_;
+  std::ofstream file_;
+  bool replaces_ = false;
+};
 
 int fail(const Program& program, int status, const char* message) {
   std::fflush(stdout);
@@ -44,6 +72,7 @@ int fail(const Program& program, int status, const char* message) {
 Arguments::Arguments(std::vector<Option> options, const std::vector<std::string>& words)
     : options_(std::move(options)) {
   for (const Option& option : options_) values_.emplace_back(option.fallback);
+  given_.resize(options_.size());
   for (std::size_t i = 0; i < words.size(); ++i) {
     const std::string& word = words[i];
     if (word == "--quick") {
@@ -56,7 +85,9 @@ Arguments::Arguments(std::vector<Option> options, const std::vector<std::string>
     }
     std::string* value = word == "--json" ? &json_path_ : nullptr;
     for (std::size_t o = 0; o < options_.size() && !value; ++o) {
-      if (word == options_[o].name) value = &values_[o];
+      if (word != options_[o].name) continue;
+      value = &values_[o];
+      given_[o] = true;
     }
     if (!value) throw CallerError("unknown argument \"" + word + "\" (see --help)");
     if (++i == words.size()) throw CallerError(word + " needs a value");
@@ -64,13 +95,17 @@ Arguments::Arguments(std::vector<Option> options, const std::vector<std::string>
   }
 }
 
-const std::string& Arguments::text(const char* option) const {
+std::size_t Arguments::place(const char* option) const {
   std::size_t i = 0;
   while (std::string(options_.at(i).name) != option) ++i;
-  return values_[i];
+  return i;
 }
 
-std::vector<std::int64_t> Arguments::counts(const char* option, std::int64_t least) const {
+bool Arguments::given(const char* option) const { return given_[place(option)]; }
+
+const std::string& Arguments::text(const char* option) const { return values_[place(option)]; }
+
+std::vector<std::int64_t> Arguments::counts(const char* option, std::int64_t least, std::int64_t most) const {
   std::vector<std::int64_t> counts;
   const std::string& list = text(option);
   for (std::size_t begin = 0; begin < list.size();) {
@@ -79,9 +114,9 @@ std::vector<std::int64_t> Arguments::counts(const char* option, std::int64_t lea
     const bool digits =
         !word.empty() && word.size() <= 12 && word.find_first_not_of("0123456789") == std::string::npos;
     const std::int64_t count = digits ? std::stoll(word) : -1;
-    if (count < least) {
+    if (count < least || count > most) {
       throw CallerError(std::string(option) + " is \"" + list + "\"; it takes numbers from " +
-                        std::to_string(least) + " on");
+                        std::to_string(least) + " to " + std::to_string(most));
     }
     counts.push_back(count);
     begin = end + 1;
@@ -89,8 +124,8 @@ std::vector<std::int64_t> Arguments::counts(const char* option, std::int64_t lea
   return counts;
 }
 
-std::int64_t Arguments::count(const char* option, std::int64_t least) const {
-  const std::vector<std::int64_t> values = counts(option, least);
+std::int64_t Arguments::count(const char* option, std::int64_t least, std::int64_t most) const {
+  const std::vector<std::int64_t> values = counts(option, least, most);
   if (values.size() != 1) throw CallerError(std::string(option) + " takes one number");
   return values[0];
 }
@@ -114,18 +149,20 @@ int run_program(int argc, char** argv, const Program& program) {
       print_help(program);
       return 0;
     }
+    JsonFile file(arguments.json_path());
     json.set("quick", arguments.quick()).set("machine", machine_facts());
     try {
       std::printf("%s: %s\n%s", program.name, program.summary, machine_text().c_str());
+      if (arguments.quick()) std::printf("--quick: shows that it works; the figures are not the machine's\n");
       Report report;
       program.body(arguments, report);
       json.set("results", std::move(report.fields_)).set("tables", std::move(report.tables_));
       json.set("notes", std::move(report.notes_));
-      write_json(arguments.json_path(), json);
+      file.write(json);
       return 0;
     } catch (const Lacking& lacking) {
       json.set("lacks", lacking.what());
-      write_json(arguments.json_path(), json);
+      file.write(json);
       return fail(program, kLacking, lacking.what());
     }
   } catch (const CallerError& error) {

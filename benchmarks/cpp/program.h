@@ -26,6 +26,8 @@ struct Option {
   const char* help;
 };
 
+constexpr std::int64_t kMostThreads = 4096, kMostDevices = 1023;
+
 // Every program also knows --quick, --json FILE and --help.
 class Arguments {
  public:
@@ -34,13 +36,18 @@ class Arguments {
   bool quick() const noexcept { return quick_; }
   bool help() const noexcept { return help_; }
   const std::string& json_path() const noexcept { return json_path_; }
+  bool given(const char* option) const;  // and not its fallback
   const std::string& text(const char* option) const;
-  std::int64_t count(const char* option, std::int64_t least = 1) const;
-  std::vector<std::int64_t> counts(const char* option, std::int64_t least = 1) const;  // "1,2,4"; or ""
+  std::int64_t count(const char* option, std::int64_t least, std::int64_t most) const;
+  std::vector<std::int64_t> counts(const char* option, std::int64_t least,
+                                   std::int64_t most) const;  // "1,2,4"; or ""
 
  private:
+  std::size_t place(const char* option) const;
+
   std::vector<Option> options_;
   std::vector<std::string> values_;
+  std::vector<bool> given_;
   bool quick_ = false;
   bool help_ = false;
   std::string json_path_;

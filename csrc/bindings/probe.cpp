@@ -2,6 +2,7 @@
 
 #include <optional>
 
+#include "base/error.h"
 #include "bindings/bindings.h"
 #include "probe/machine_speed.h"
 
@@ -30,6 +31,8 @@ void bind_probe(py::module_& module) {
       [](const PyBackend& backend, std::uintptr_t device_memory, std::size_t nbytes,
          std::optional<std::int64_t> parameters, std::optional<std::size_t> cache_bytes, double seconds,
          int rounds) {
+        if (device_memory == 0)
+          throw CallerError("device_memory is 0; it must be the address of nbytes bytes");
         const ProbeSettings settings{.parameters = parameters.value_or(probe_parameters()),
                                      .cache_bytes = cache_bytes,
                                      .seconds = seconds,

@@ -172,9 +172,10 @@ struct Weights {
       upper_halves(rounded).store(span.weight, i, n, whole);
       lower_halves(bits).store(span.low, i, n, whole);
     }
+    const float limit = kWeights == WeightFormat::kBf16Split ? float_of(kInfiniteUpperHalf) : INFINITY;
     bool finite = true;
 #pragma unroll
-    for (int k = 0; k < kEach; ++k) finite &= k >= n || ::fabsf(float_of(bits.at[k])) < INFINITY;
+    for (int k = 0; k < kEach; ++k) finite &= k >= n || ::fabsf(float_of(bits.at[k])) < limit;
     return finite;
   }
 };

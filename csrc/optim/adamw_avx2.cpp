@@ -56,6 +56,12 @@ inline __m256i non_finite(const Constants& c, __m256i x) {
   return _mm256_cmpeq_epi32(_mm256_and_si256(x, c.exponent), c.exponent);
 }
 
+// The same for the upper half of a split master.
+inline __m256i upper_half_not_finite(__m256i x) {
+  const __m256i size = _mm256_and_si256(x, dwords(0x7fffffff));
+  return _mm256_cmpgt_epi32(size, dwords(kInfiniteUpperHalf - 1));
+}
+
 inline __m256 updated_weight(const Constants& c, __m256 w, __m256 gradient, __m256& exp_avg,
                              __m256& exp_avg_sq) {
   const __m256 g = _mm256_mul_ps(gradient, c.gradient_scale);
@@ -196,7 +202,7 @@ struct SplitWeights {
     const __m256i bits = bits_of(w);
     store_16(at<std::uint16_t>(span.weight, i), high_half(_mm256_add_epi32(bits, _mm256_set1_epi32(0x8000))));
     store_16(span.low + i, low_half(bits));
-    return w;
+    return _mm256_or_ps(w, floats(upper_half_not_finite(bits)));
   }
   // The halves side by side with the low one's sign flipped, less that: what the low half takes from the
   // high one is borrowed.
@@ -210,11 +216,11 @@ struct SplitWeights {
   static Pair gradient_pair(const UpdateSpan& span, std::int64_t i) {
     return from_bf16(load_words(at<std::uint16_t>(span.gradient, i)));
   }
-  static __m256i store_pair(const Constants& c, const UpdateSpan& span, std::int64_t i, const Pair& w,
+  static __m256i store_pair(const Constants&, const UpdateSpan& span, std::int64_t i, const Pair& w,
                             __m256i) {
     store(at<std::uint16_t>(span.weight, i), high_halves(w + Pair{dwords(0x8000), dwords(0x8000)}));
     store(span.low + i, _mm256_blend_epi16(w.even, _mm256_slli_epi32(w.odd, 16), kOddWords));
-    return _mm256_or_si256(non_finite(c, w.even), non_finite(c, w.odd));
+    return _mm256_or_si256(upper_half_not_finite(w.even), upper_half_not_finite(w.odd));
   }
 };
 

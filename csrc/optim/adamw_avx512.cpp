@@ -29,6 +29,10 @@ inline __m512i low_half(__m512i x) { return _mm512_and_si512(x, dwords(0xffff));
 inline __m512i select(__m512i mask, __m512i set, __m512i clear) {
   return _mm512_ternarylogic_epi32(mask, set, clear, 0xca);
 }
+inline __mmask16 upper_half_not_finite(__m512i x) {
+  // Without the sign bit: numbers from that size on, and NaN.
+  return _mm512_cmpge_epu32_mask(_mm512_add_epi32(x, x), dwords(2 * kInfiniteUpperHalf));
+}
 inline __mmask16 not_finite(__m512i x) { return _mm512_fpclass_ps_mask(floats(x), kNotFinite); }
 
 struct Constants {
@@ -203,7 +207,7 @@ struct SplitWeights {
     const __m512i bits = bits_of(w);
     store_16(lanes, at<std::uint16_t>(span.weight, i), high_half(_mm512_add_epi32(bits, dwords(0x8000))));
     store_16(lanes, span.low + i, bits);
-    return not_finite(bits);
+    return upper_half_not_finite(bits);
   }
   // The halves side by side with the low one's sign flipped, less that: what the low half takes from the
   // high one is borrowed.
@@ -221,7 +225,7 @@ struct SplitWeights {
     _mm512_storeu_si512(at<std::uint16_t>(span.weight, i),
                         high_halves(w + Pair{dwords(0x8000), dwords(0x8000)}));
     _mm512_storeu_si512(span.low + i, _mm512_mask_mov_epi16(w.even, kOddWords, _mm512_slli_epi32(w.odd, 16)));
-    return not_finite(w.even) | not_finite(w.odd);
+    return upper_half_not_finite(w.even) | upper_half_not_finite(w.odd);
   }
 };
 

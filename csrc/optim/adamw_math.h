@@ -6,12 +6,17 @@
 // kept, and the rest is cut off. Values that are representable stay, so zero gradients move nothing.
 // Expectations are right to 2^-16 of the distance between neighbours.
 //
+// All variants give the same bits, but for those of a NaN beyond what makes it one. A weight that is NaN
+// stops the engine.
+//
 // 8-bit moments are coded from their bf16 rounding, again stochastically, so that vectors do it with 16
 // bits a lane. A block's exponent byte E is the exponent of its largest bf16 value (one more where
 // that value lies above the largest code). A code is a small float relative to U = 2^(E - 127), 4 bits of
 // exponent and of mantissa 3 (first moments, with a sign) or 4 (second moments); code 0 is exactly
 // 0, the smallest ones above are 9/8 and 17/16 of 2^-15 U. A stored first moment is within 1/8 of the value,
-// a second one within 1/16. Below the smallest code first moments become 0 (of an element whose gradients
+// a second one within 1/16. Below 2^-15 U first moments become 0, and from there to the smallest code 0 or
+// that code, the latter with a probability that rises from 0 to 1: there alone a code's expectation is not
+// the value but below it, by up to 2^-15 U (of an element whose gradients
 // are so small beside its neighbours' the next sentence keeps the steps below about lr / 100). A second
 // moment above 0 never does, since m / (sqrt(0) + eps) would throw the weight away: it becomes the smallest
 // code.

@@ -45,6 +45,11 @@ inline uint32x4_t non_finite(const Constants& c, uint32x4_t x) {
   return vceqq_u32(vandq_u32(x, c.exponent), c.exponent);
 }
 
+// The same for the upper half of a split master.
+inline uint32x4_t upper_half_not_finite(uint32x4_t x) {
+  return vcgeq_u32(vandq_u32(x, vdupq_n_u32(0x7fffffff)), vdupq_n_u32(kInfiniteUpperHalf));
+}
+
 inline float32x4_t updated_weight(const Constants& c, float32x4_t w, float32x4_t gradient,
                                   float32x4_t& exp_avg, float32x4_t& exp_avg_sq) {
   const float32x4_t g = vmulq_f32(gradient, c.gradient_scale);
@@ -98,11 +103,11 @@ struct SplitWeights {
   static float32x4_t gradient(const UpdateSpan& span, std::int64_t i) {
     return load_bf16(at<std::uint16_t>(span.gradient, i));
   }
-  static uint32x4_t store(const Constants& c, const UpdateSpan& span, std::int64_t i, float32x4_t w) {
+  static uint32x4_t store(const Constants&, const UpdateSpan& span, std::int64_t i, float32x4_t w) {
     const uint32x4_t bits = bits_of(w);
     store_16(at<std::uint16_t>(span.weight, i), high_half(vaddq_u32(bits, vdupq_n_u32(0x8000))));
     vst1_s16(span.low + i, vreinterpret_s16_u16(vmovn_u32(bits)));
-    return non_finite(c, bits);
+    return upper_half_not_finite(bits);
   }
 };
 

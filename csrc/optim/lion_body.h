@@ -26,6 +26,7 @@ MEGATRAIN_FLAT Halves narrow(const Words& x) { return __builtin_convertvector(x,
 MEGATRAIN_FLAT Floats from_bf16(const Halves& x) { return as_floats(wide(x) << 16); }
 MEGATRAIN_FLAT Words size_of(const Floats& x) { return as_words(x) & 0x7fffffff; }
 MEGATRAIN_FLAT Words not_finite(const Words& x) { return (x & kExponentMask) == kExponentMask; }
+MEGATRAIN_FLAT Words upper_half_not_finite(const Words& x) { return (x & 0x7fffffff) >= kInfiniteUpperHalf; }
 
 // random_word of the elements from `index` on.
 MEGATRAIN_FLAT Words random_words(const RoundingKey& key, std::uint32_t index) {
@@ -69,7 +70,7 @@ struct SplitLanes {
     const auto bits = as_words(w);
     store(span.weight, i, narrow((bits + 0x8000) >> 16));
     store(span.low, i, narrow(bits));
-    return not_finite(bits);
+    return upper_half_not_finite(bits);
   }
 };
 

@@ -5,17 +5,17 @@
 #include <bit>
 
 #include "optim/adamw.h"
+#include "optim/update_kernels.h"
 
 namespace megatrain {
 
 bool split_master(const float* master, std::uint16_t* high, std::int16_t* low, std::int64_t count) {
-  constexpr std::uint32_t kExponent = 0x7f800000;
   std::uint32_t bad = 0;
   for (std::int64_t i = 0; i < count; ++i) {
     const std::uint32_t bits = std::bit_cast<std::uint32_t>(master[i]);
     high[i] = static_cast<std::uint16_t>((bits + 0x8000) >> 16);
     low[i] = static_cast<std::int16_t>(bits);  // bits - (high << 16), of which 16 bits are left
-    bad |= (bits & kExponent) == kExponent ? 1u : 0u;
+    bad |= (bits & 0x7fffffff) >= kInfiniteUpperHalf ? 1u : 0u;
   }
   return bad == 0;
 }

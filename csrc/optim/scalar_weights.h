@@ -18,7 +18,7 @@ struct SplitWeights {
     const std::uint32_t bits = bits_of(w);
     static_cast<std::uint16_t*>(span.weight)[i] = static_cast<std::uint16_t>((bits + 0x8000) >> 16);
     span.low[i] = static_cast<std::int16_t>(bits);  // bits - (high << 16), of which 16 bits are left
-    return is_finite(bits);
+    return (bits & 0x7fffffff) < kInfiniteUpperHalf;
   }
 };
 

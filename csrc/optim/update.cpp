@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdio>
 #include <string>
 #include <vector>
 
@@ -61,6 +62,12 @@ std::uint64_t mixed(std::uint64_t x) {
   return x ^ (x >> 31);
 }
 
+std::string scientific(double value) {
+  char text[32];
+  std::snprintf(text, sizeof text, "%.3g", value);
+  return text;
+}
+
 template <class T>
 T* advanced(T* pointer, std::int64_t count) {
   return pointer == nullptr ? pointer : pointer + count;
@@ -93,6 +100,9 @@ void check_update(const UpdateStep& step, const UpdateSpan& span) {
   }
   if (!(step.beta2 >= 0 && step.beta2 < 1)) {
     throw CallerError("beta2 is " + std::to_string(step.beta2) + "; it must be in [0, 1)");
+  }
+  if (span.rule == Rule::kAdamW && !(step.eps >= kLeastEps)) {
+    throw CallerError("eps is " + scientific(step.eps) + "; it must be at least " + scientific(kLeastEps));
   }
 }
 

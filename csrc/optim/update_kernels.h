@@ -13,6 +13,10 @@ struct RoundingKey {
 inline constexpr std::uint32_t kWeyl = 0x9e3779b9;    // 2^32 over the golden ratio
 inline constexpr std::uint32_t kMixing = 0x846ca68b;  // neighbours' words are least alike with it
 
+// A split master from this size on (bits without the sign) is not finite: its upper half, which the GPU gets,
+// is rounded, to infinity from here on.
+inline constexpr std::uint32_t kInfiniteUpperHalf = 0x7f7f8000;
+
 // For elements whose index has these upper 32 bits.
 RoundingKey rounding_key(const UpdateStep& step, std::uint32_t upper_index);
 

@@ -69,6 +69,9 @@ unsigned recommended_threads(const std::vector<unsigned>& threads, const std::ve
 
 MachineSpeed measure_machine(Backend& backend, std::byte* device, std::size_t device_bytes,
                              const ProbeSettings& settings) {
+  if (!(settings.seconds > 0)) {
+    throw CallerError("a probe of " + std::to_string(settings.seconds) + " seconds; it needs more than 0");
+  }
   if (device_bytes < 2 || settings.parameters < 1 || settings.rounds < 1) {
     throw CallerError("a probe of " + std::to_string(settings.parameters) + " parameters in " +
                       std::to_string(settings.rounds) + " rounds with " + std::to_string(device_bytes) +

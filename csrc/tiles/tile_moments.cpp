@@ -42,6 +42,16 @@ MomentSpan span_of(const TileStore& store, int tile, Moment moment, std::int64_t
   return {moment, format.moments, values, exponents, count};
 }
 
+// Their square root is taken.
+void require_squares(const float* values, std::int64_t begin, std::int64_t end, int tile, int parameter) {
+  for (std::int64_t i = begin; i < end; ++i) {
+    if (values[i] >= 0) continue;
+    throw CallerError("second moment " + std::to_string(i) + " of parameter " + std::to_string(parameter) +
+                      " of tile " + std::to_string(tile) + " is " + std::to_string(values[i]) +
+                      "; it must be at least 0");
+  }
+}
+
 }  // namespace
 
 void get_moments(TileStore& store, int tile, int parameter, Moment moment, float* values) {
@@ -54,6 +64,11 @@ void get_moments(TileStore& store, int tile, int parameter, Moment moment, float
 
 void set_moments(TileStore& store, int tile, int parameter, Moment moment, const float* values) {
   const Owned mine = owned_part(store.layout(tile), tile, parameter, moment);
+  if (moment == Moment::kExpAvgSq) {
+    store.for_parts(mine.range.size(), [&](std::int64_t begin, std::int64_t end) {
+      require_squares(values, mine.shift + begin, mine.shift + end, tile, parameter);
+    });
+  }
   store.for_parts(mine.range.size(), [&](std::int64_t begin, std::int64_t end) {
     write_moments(span_of(store, tile, moment, mine.range.begin + begin, end - begin),
                   values + mine.shift + begin);

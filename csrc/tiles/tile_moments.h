@@ -7,8 +7,8 @@
 
 namespace megatrain {
 
-// `elements` floats. CallerError for a frozen parameter. Written values are rounded to the nearest
-// that the format has.
+// `elements` floats. CallerError for a frozen parameter, and, with nothing written, for second moments that
+// are negative or NaN. Written values are rounded to the nearest that the format has.
 void get_moments(TileStore& store, int tile, int parameter, Moment moment, float* values);
 void set_moments(TileStore& store, int tile, int parameter, Moment moment, const float* values);
 

@@ -228,6 +228,9 @@ class StreamedOptimizer(torch.optim.Optimizer):
                         f"{name} of {self._tiled[id(face)].name} has shape {tuple(entry[name].shape)}, "
                         f"the parameter {tuple(face.shape)}"
                     )
+            if "exp_avg_sq" in self._moments and face.numel() and not float(entry["exp_avg_sq"].min()) >= 0:
+                own, least = self._tiled[id(face)].name, float(entry["exp_avg_sq"].min())
+                raise ValueError(f"exp_avg_sq of {own} goes down to {least}; it must be at least 0")
         # Views first: a state that came from this optimizer must be read before it is overwritten.
         fresh = [None if e is None else (_steps(e["step"]), *(e[name] for name in self._moments)) for _, e in targets]
         for (face, _), values in zip(targets, fresh, strict=True):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
 import torch
+
+LARGEST = float(torch.finfo(torch.float32).max)
+"""The updates' arithmetic is fp32."""
+SMALLEST_EPS = 1e-16
+"""Of AdamW: `kLeastEps` in csrc/optim/update.h says why."""
 
 ParameterGroups = Sequence[Mapping[str, Any]]
 
@@ -46,7 +50,8 @@ class AdamW(_Settings):
     With None, weights are in one group and biases and norms, which do not decay, in a second one, as
     in Hugging Face's Trainer (see `megatrain.decay`).
     `decay_biases_and_norms`: one group of every trainable parameter instead, as torch.optim.AdamW makes of
-    `module.parameters()`."""
+    `module.parameters()`.
+    `eps` is at least 1e-16: second moments below 1.2e-38 count as 0, and beside a smaller eps it would show."""
 
     rule: ClassVar[str] = "adamw"
     moments: ClassVar[tuple[str, ...]] = ("exp_avg", "exp_avg_sq")
@@ -94,13 +99,30 @@ def _groups(params: Iterable[Any]) -> tuple[dict[str, Any], ...]:
 
 def check_hyperparameters(group: Mapping[str, Any]) -> None:
     """ValueError with the name, the value and the limit of the first that is out of range."""
-    for name in ("lr", "eps", "weight_decay"):
-        value = float(group.get(name, 0.0))
-        if not (value >= 0 and math.isfinite(value)):
-            raise ValueError(f"{name} is {value}; it must be finite and at least 0")
+    for name in ("lr", "weight_decay"):
+        if name in group and not 0 <= _number(name, group[name]) <= LARGEST:
+            raise ValueError(f"{name} is {group[name]}; it must be at least 0 and at most {LARGEST:.3g}")
+    if "eps" in group and not SMALLEST_EPS <= _number("eps", group["eps"]) <= LARGEST:
+        raise ValueError(
+            f"eps is {group['eps']}; it must be at least {SMALLEST_EPS}, beside which second moments too small for a "
+            f"normal float do not count, and at most {LARGEST:.3g}"
+        )
     for name in ("amsgrad", "maximize"):
         if group.get(name):
             raise ValueError(f"{name} is {group[name]}; the streamed AdamW does not have it")
-    for index, beta in enumerate(group["betas"]):
-        if not 0 <= float(beta) < 1:
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2:
+        raise ValueError(f"betas is {betas!r}; it must be a pair of numbers")
+    for index, beta in enumerate(betas):
+        if not 0 <= _number(f"betas[{index}]", beta) < 1:
             raise ValueError(f"betas[{index}] is {beta}; it must be at least 0 and below 1")
+
+
+def _number(name: str, value: Any) -> float:
+    """A tensor of one element is one."""
+    if isinstance(value, str | bool) or (isinstance(value, torch.Tensor) and value.numel() != 1):
+        raise ValueError(f"{name} is {value!r}; it must be a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"{name} is {value!r}; it must be a number") from None

@@ -158,6 +158,20 @@ TEST_P(DeviceAdamW, ANonFiniteWeightIsReportedWhereverItStandsAndIsWritten) {
   }
 }
 
+TEST_P(DeviceAdamW, ASplitWeightWhoseUpperHalfIsInfiniteIsReported) {
+  if (GetParam().weights == WeightFormat::kBf16) GTEST_SKIP() << "has one half";
+  const bool is_split = GetParam().weights == WeightFormat::kBf16Split;
+  for (const Rule rule : {Rule::kAdamW, Rule::kLion}) {
+    for (const std::uint32_t bits : {0x7f7f7fffu, 0x7f7f8000u, 0xff7f8000u, 0x7fffffffu}) {
+      FormattedParameter parameter(GetParam(), 131);
+      parameter.set_weight(97, float_of(bits));
+      OnDevice device(parameter, rule);
+      device.update({.lr = 0});
+      EXPECT_EQ(device.finish(), bits == 0x7f7f7fff || (bits != 0x7fffffff && !is_split)) << std::hex << bits;
+    }
+  }
+}
+
 TEST_P(DeviceAdamW, LionEqualsTheHosts) {
   std::uint64_t seed = 500;
   for (const std::size_t count : {0, 1, 127, 128, 129, 1000, 100003}) {

@@ -208,6 +208,51 @@ TEST_P(Mode, ANonFiniteWeightIsReportedWhereverItStandsAndIsWritten) {
   }
 }
 
+// The GPU would get infinity.
+TEST_P(Mode, ASplitWeightWhoseUpperHalfIsInfiniteIsReported) {
+  const UpdateStep step{.lr = 0};
+  for (const Rule rule : {Rule::kAdamW, Rule::kLion}) {
+    for (const std::size_t count : {1, 16, 17, 128, 131}) {
+      for (std::size_t at = 0; at < count; at += at < 20 ? 1 : 27) {
+        for (const std::uint32_t bits : {0x7f7f7fffu, 0x7f7f8000u, 0xff7f8000u, 0x7f7fffffu, 0x7fffffffu}) {
+          if (formats().weights == WeightFormat::kBf16) continue;
+          const bool upper_half_only = (bits & 0x7fffffff) >= 0x7f7f8000 && (bits & 0x7fffffff) < 0x7f800000;
+          const bool is_split = formats().weights == WeightFormat::kBf16Split;
+          FormattedParameter parameter(formats(), count);
+          parameter.set_weight(at, float_of(bits));
+          UpdateSpan span = parameter.span();
+          span.rule = rule;
+          const bool finite = bits == 0x7f7f7fff || (upper_half_only && !is_split);
+          EXPECT_EQ(apply_update(isa(), step, span), finite)
+              << std::hex << bits << " at " << at << " of " << count;
+        }
+      }
+    }
+  }
+}
+
+TEST(AdamWStep, EpsThatWouldBeLostIsRefused) {
+  FormattedParameter parameter({WeightFormat::kFp32, MomentFormat::kFp32}, 10);
+  EXPECT_TRUE(apply_update(Isa::kScalar, {.eps = 1e-16}, parameter.span()));
+  for (const double eps : {0.0, 9e-17, -1e-8, std::numeric_limits<double>::quiet_NaN()}) {
+    EXPECT_THROW((void)apply_update(Isa::kScalar, {.eps = eps}, parameter.span()), CallerError) << eps;
+  }
+}
+
+// Where the second moment is flushed to 0 the step is that of float64 to a thousandth.
+TEST_P(Mode, TheLeastEpsOutweighsAFlushedSecondMoment) {
+  if (formats().weights == WeightFormat::kBf16 || formats().moments != MomentFormat::kFp32) GTEST_SKIP();
+  const UpdateStep step{.lr = 1, .beta1 = 0.5, .beta2 = 0.5, .eps = kLeastEps, .weight_decay = 0};
+  for (const float gradient : {1e-20f, 5e-20f, 1e-19f}) {
+    FormattedParameter parameter(formats(), 40);
+    for (std::size_t i = 0; i < 40; ++i) parameter.set_gradient(i, gradient);
+    const double g = parameter.gradient(0);
+    ASSERT_TRUE(apply_update(isa(), step, parameter.span()));
+    EXPECT_EQ(parameter.moments(Moment::kExpAvgSq)[7], 0.0f);
+    EXPECT_NEAR(parameter.weight(7), -g / (g + kLeastEps), 2e-3 * g / kLeastEps);
+  }
+}
+
 TEST(AdamWSpans, EightBitMomentsBeginAtABlock) {
   FormattedParameter parameter({WeightFormat::kFp32, MomentFormat::kInt8}, 100, 0, 64);
   EXPECT_THROW((void)apply_update(Isa::kScalar, {}, parameter.span()), CallerError);

@@ -205,5 +205,26 @@ TEST(Rounding, WeightsMoveByTheLearningRateOnAverageWhereBf16AloneWouldNotMove) 
   EXPECT_NEAR(sum / kCount, kSteps * 1e-5, 1.7e-5);
 }
 
+// Over all random bits, exactly.
+TEST(MomentCodes, ExpectationsAreTheValuesFromTheSmallestCodeOn) {
+  constexpr std::uint32_t kExponent = 120, kSteps = 16;
+  const std::uint32_t base = FirstMomentCode::base(kExponent);
+  const double smallest = decode_exp_avg(1, kExponent);
+  for (std::uint32_t size = 1; size < base + kSteps * FirstMomentCode::kLargest; ++size) {
+    double sum = 0;
+    for (std::uint32_t random = 0; random < kSteps; ++random) {
+      sum += decode_exp_avg(encode_exp_avg(static_cast<std::uint16_t>(size), kExponent, random), kExponent);
+    }
+    const double value = from_bf16(static_cast<std::uint16_t>(size));
+    if (size >= base + kSteps) {
+      ASSERT_EQ(sum / kSteps, value) << size;
+    } else {
+      const double share = size <= base ? 0.0 : static_cast<double>(size - base) / kSteps;
+      ASSERT_EQ(sum / kSteps, share * smallest) << size;
+      ASSERT_LE(value - sum / kSteps, smallest * 8 / 9) << size;
+    }
+  }
+}
+
 }  // namespace
 }  // namespace megatrain

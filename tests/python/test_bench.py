@@ -15,6 +15,7 @@ import pytest
 import megatrain
 from megatrain import _native
 from megatrain.cli import bench, main
+from megatrain.cli.bench_summary import summarise
 
 Run = Callable[..., dict[str, Any]]
 HAS_GPU = _native.cuda_device_count() > 0
@@ -161,7 +162,13 @@ def test_without_a_gpu_they_say_what_they_lack(run: Run, name: str, capfd: pytes
     ("arguments", "message"),
     [
         (["adam", "--fast"], 'adam: unknown argument "--fast" (see --help)'),
-        (["adam", "--threads", "two"], 'adam: --threads is "two"; it takes numbers from 1 on'),
+        (["adam", "--threads", "two"], 'adam: --threads is "two"; it takes numbers from 1 to 4096'),
+        (["adam", "--threads", "1,5000"], 'adam: --threads is "1,5000"; it takes numbers from 1 to 4096'),
+        (["pipeline", "--layers", "300000000"], 'pipeline: --layers is "300000000"; it takes numbers from 1 to 10000'),
+        (["pipeline", "--threads", "99999999999"], 'pipeline: --threads is "99999999999"; it takes numbers from 0 to'),
+        (["host_memory", "--mib", "99999999"], 'host_memory: --mib is "99999999"; it takes numbers from 0 to 16777216'),
+        (["pcie_saturation", "--device", "x"], 'pcie_saturation: --device is "x"; it takes numbers from 0 to 1023'),
+        (["contention", "--layer", "8b"], 'contention: unknown model "8b"; known: 0.5b, 1.5b, 3b, 7b, 14b'),
         (["adam", "--layer", "8b"], 'adam: unknown model "8b"; known: 0.5b, 1.5b, 3b, 7b, 14b'),
         (["adam", "--json"], "adam: --json needs a value"),
         (["pipeline", "--backend", "tpu"], 'pipeline: --backend is "tpu"; it must be auto, cuda or host'),
@@ -175,10 +182,38 @@ def test_wrong_arguments(arguments: list[str], message: str, capfd: pytest.Captu
     assert error.startswith(message) and error.count("\n") == 1
 
 
-def test_a_file_that_cannot_be_written_is_status_1(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "absent" / "out.json"
-    assert main(["bench", "host_memory", "--quick", "--json", str(path)]) == 1
-    assert capfd.readouterr().err == f"host_memory: writing {path} failed\n"
+@pytest.mark.parametrize("program", ["host_memory", "all"])
+@pytest.mark.parametrize("place", ["absent/out.json", "."])
+def test_a_file_that_cannot_be_written_is_refused_first(
+    program: str, place: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / place
+    assert main(["bench", program, "--quick", "--json", str(path)]) == 2
+    shown = capfd.readouterr()
+    assert f"--json {path} cannot be written" in shown.err and "GB/s" not in shown.out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_failure_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    path.write_text("mine")
+    assert main(["bench", "adam", "--quick", "--json", str(path), "--layer", "8b"]) == 2
+    assert path.read_text() == "mine" and list(tmp_path.iterdir()) == [path]
+
+
+def test_memory_that_there_is_not_is_asked_for_in_figures(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "host_memory", "--mib", str(1 << 24)]) == 1
+    assert re.fullmatch(
+        r"host_memory: 4\.92e\+04 GiB of host memory are needed, \S+ are available according to .+; "
+        r"ask for a smaller --mib\n",
+        capfd.readouterr().err,
+    )
+
+
+def test_sizes_that_are_asked_for_hold_in_a_quick_run(run: Run, capfd: pytest.CaptureFixture[str]) -> None:
+    run("host_memory", "--mib", "9")
+    shown = capfd.readouterr().out
+    assert "three arrays of 9 MiB" in shown and "--quick: shows that it works" in shown
 
 
 def test_help(capfd: pytest.CaptureFixture[str]) -> None:
@@ -226,3 +261,26 @@ def test_all_and_their_summary(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     for line in lines:
         assert re.search(rf"^{line}", summary, re.MULTILINE), line
     assert main(["bench", "all", "--threads", "2"]) == 2
+
+
+def test_all_goes_on_after_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    real = bench.program
+    monkeypatch.setattr(bench, "program", lambda name: Path("/bin/false") if name == "adam" else real(name))
+    path = tmp_path / "all.json"
+    assert main(["bench", "all", "--quick", "--json", str(path)]) == 1
+    assert list(json.loads(path.read_text())) == ["pcie_saturation", "host_memory", "contention", "pipeline"]
+    assert re.search(r"^adam +- +failed with status 1$", capfd.readouterr().out, re.MULTILINE)
+
+
+def test_the_summary_takes_the_best_of_each_pass() -> None:
+    rows = [
+        dict(place="node 0", threads=threads, triad=dict(median=triad), adam_mix=dict(median=mix), adam_mix_of_triad=0)
+        for threads, triad, mix in ((16, 130.0, 120.0), (32, 118.0, 150.0))
+    ]
+    lines = list(summarise({"host_memory": {"tables": {"passes": rows}}}))
+    assert lines == [
+        ("STREAM triad", "130.0 GB/s", "node 0, 16 threads"),
+        ("the update's bytes alone", "150.0 GB/s", "115.4 % of the triad, node 0, 32 threads"),
+    ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -300,3 +301,43 @@ def test_groups_are_checked_when_they_are_given() -> None:
         megatrain.AdamW(params=[{"params": ["lm_head.weight"], "lr": -1.0}])
     with pytest.raises(ValueError, match=r'parameter group 1 is a dict, not a mapping with "params"'):
         megatrain.Lion(params=[{"params": []}, {"lr": 1e-3}])
+
+
+@pytest.mark.parametrize(
+    ("rule", "settings", "message"),
+    [
+        ("AdamW", dict(betas=(0.9,)), r"betas is \(0\.9,\); it must be a pair of numbers"),
+        ("Lion", dict(betas=0.9), r"betas is 0\.9; it must be a pair of numbers"),
+        ("AdamW", dict(betas=(0.9, "x")), r"betas\[1\] is 'x'; it must be a number"),
+        ("AdamW", dict(betas=(0.9, 1.0)), r"betas\[1\] is 1\.0; it must be at least 0 and below 1"),
+        ("AdamW", dict(lr=1e39), r"lr is 1e\+39; it must be at least 0 and at most 3\.4e\+38"),
+        ("AdamW", dict(lr=None), r"lr is None; it must be a number"),
+        ("Lion", dict(lr=True), r"lr is True; it must be a number"),
+        ("AdamW", dict(lr=torch.ones(2)), r"lr is tensor\(\[1\., 1\.\]\); it must be a number"),
+        ("Lion", dict(weight_decay=float("nan")), r"weight_decay is nan; it must be at least 0"),
+        ("AdamW", dict(eps=0.0), r"eps is 0\.0; it must be at least 1e-16"),
+        ("AdamW", dict(eps=-1e-8), r"eps is -1e-08; it must be at least 1e-16"),
+        ("AdamW", dict(eps=float("inf")), r"eps is inf; .* at most 3\.4e\+38"),
+    ],
+)
+def test_numbers_that_mean_nothing_are_refused(rule: str, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        getattr(megatrain, rule)(**settings)
+    if not isinstance(settings.get("lr"), torch.Tensor):
+        with pytest.raises(ValueError, match=message):
+            getattr(megatrain, rule)(params=[{"params": [], **settings}])
+
+
+def test_a_state_with_second_moments_that_are_no_squares_changes_nothing() -> None:
+    model = stream(families.build(FAMILIES[0]), self_check=False)
+    model.step(text_batch(0))
+    before = copy.deepcopy(model.optimizer.state_dict())
+    for bad in (-1.0, float("nan")):
+        state = copy.deepcopy(before)
+        last = max(state["state"])
+        state["state"][last]["exp_avg_sq"].view(-1)[-1] = bad
+        state["state"][0]["exp_avg"].add_(1.0)
+        with pytest.raises(ValueError, match=r"exp_avg_sq of \S+ goes down to (-1\.0|nan); it must be at least 0"):
+            model.optimizer.load_state_dict(state)
+    for index, entry in model.optimizer.state_dict()["state"].items():
+        assert torch.equal(entry["exp_avg"], before["state"][index]["exp_avg"])

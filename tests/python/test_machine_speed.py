@@ -70,6 +70,10 @@ def test_what_cannot_be_measured_is_refused() -> None:
     memory = torch.empty(1 << 16, dtype=torch.uint8)
     with pytest.raises(ValueError, match="0 parameters"):
         _native.measure_machine(HostBackend(), memory.data_ptr(), memory.numel(), parameters=0)
+    with pytest.raises(ValueError, match="device_memory is 0"):
+        _native.measure_machine(HostBackend(), 0, memory.numel())
+    with pytest.raises(ValueError, match="it needs more than 0"):
+        _native.measure_machine(HostBackend(), memory.data_ptr(), memory.numel(), seconds=0.0)
     with pytest.raises(MemoryError, match="are needed"):
         _native.measure_machine(HostBackend(), memory.data_ptr(), memory.numel(), parameters=1 << 45)
 

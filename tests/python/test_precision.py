@@ -238,5 +238,14 @@ def test_moments_of_a_tile_through_the_bindings() -> None:
         store.get_moments(0, 0, Section.weights, read)
     with pytest.raises(ValueError, match="frozen"):
         store.set_moments(0, 1, Section.exp_avg, np.zeros(5, np.float32))
+    for bad, shown in ((-1e-3, "-0.001"), (np.nan, "-?nan")):
+        squares = np.full(300, 0.5, np.float32)
+        store.set_moments(0, 0, Section.exp_avg_sq, squares)
+        squares[:] = 0.25
+        squares[299] = bad
+        with pytest.raises(ValueError, match=f"second moment 299 of parameter 0 of tile 0 is {shown}.*at least 0"):
+            store.set_moments(0, 0, Section.exp_avg_sq, squares)
+        store.get_moments(0, 0, Section.exp_avg_sq, read)
+        np.testing.assert_allclose(read, 0.5, rtol=2**-4)  # as it was
     with pytest.raises(ValueError, match="300 floats are needed"):
         store.set_moments(0, 0, Section.exp_avg_sq, np.zeros(5, np.float32))

@@ -4,9 +4,10 @@ import argparse
 import json
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatrain.cli.bench_summary import summarise
 from megatrain.train.errors import UserError
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def run_all(words: Sequence[str]) -> int:
-    """Every program in turn, then one table. A program that lacks its device does not fail the rest."""
+    """Every program in turn, then one table. One that lacks its device, or fails, leaves the others' results."""
     parser = argparse.ArgumentParser(prog="megatrain bench all", allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path, metavar="FILE")
@@ -55,23 +56,48 @@ def run_all(words: Sequence[str]) -> int:
         raise UserError(str(error)) from None
     if unknown:
         raise UserError(f"bench all takes --quick and --json FILE only, not {' '.join(unknown)}")
+    programs = {name: program(name) for name in _PROGRAMS}
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in _PROGRAMS:
-            path = Path(folder, f"{name}.json")
-            command = [str(program(name)), "--json", str(path), *(["--quick"] if options.quick else [])]
+    failed: dict[str, int] = {}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        written = None if options.json is None else stack.enter_context(_replaced(options.json))
+        for name, executable in programs.items():
+            path = folder / f"{name}.json"
+            command = [str(executable), "--json", str(path), *(["--quick"] if options.quick else [])]
             status = subprocess.run(command, check=False).returncode
-            if status not in (0, _LACKING):
-                return status
-            results[name] = json.loads(path.read_text())
+            if status in (0, _LACKING):
+                results[name] = json.loads(path.read_text())
+            else:
+                failed[name] = status
             print(flush=True)
+        if written is not None:
+            written.write(json.dumps(results, indent=2) + "\n")
     lines = list(summarise(results))
-    if options.json is not None:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    lines += [(name, "-", f"failed with status {status}") for name, status in failed.items()]
     widths = [max(len(line[column]) for line in lines) for column in (0, 1)]
     for name, value, against in lines:
         print(f"{name:<{widths[0]}}  {value:>{widths[1]}}  {against}".rstrip())
-    return 0
+    return next(iter(failed.values()), 0)
+
+
+@contextmanager
+def _replaced(path: Path) -> Iterator[TextIO]:
+    """A file that takes the place of `path` when it is whole; UserError, before anything is measured, where it could
+    not."""
+    part = path.with_name(path.name + ".part")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(21, "Is a directory")
+        file = part.open("w", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--json {path} cannot be written: {error.strerror}") from None
+    try:
+        with file:
+            yield file
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def program(name: str) -> Path:

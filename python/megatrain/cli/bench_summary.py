@@ -1,13 +1,14 @@
 """What a machine can do, in a few lines, from the JSON files of the benchmark programs."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 Line = tuple[str, str, str]  # what, how much, held against what
 
 
 def summarise(results: Mapping[str, Any]) -> Iterator[Line]:
-    """Lines for people. `results` has the programs' JSON by name; one that lacks its device says so."""
+    """Lines for people. `results` has the programs' JSON by name, of those that did not fail; one that lacks its device
+    says so."""
     for name, lines in (
         ("pcie_saturation", _link),
         ("host_memory", _memory),
@@ -15,6 +16,8 @@ def summarise(results: Mapping[str, Any]) -> Iterator[Line]:
         ("contention", _threads),
         ("pipeline", _ring),
     ):
+        if name not in results:
+            continue
         result = results[name]
         if "lacks" in result:
             yield name, "-", result["lacks"]
@@ -33,22 +36,21 @@ def _link(result: Mapping[str, Any]) -> Iterator[Line]:
 
 
 def _memory(result: Mapping[str, Any]) -> Iterator[Line]:
-    best = max(result["tables"]["passes"], key=lambda row: float(row["adam_mix"]["median"]))
-    where = f"{best['place']}, {best['threads']} threads"
-    yield "STREAM triad", f"{best['triad']['median']:.1f} GB/s", where
-    share = _percent(best["adam_mix_of_triad"])
-    yield "the update's bytes alone", f"{best['adam_mix']['median']:.1f} GB/s", f"{share} of the triad, {where}"
+    triad, mix = (_best(result["tables"]["passes"], key) for key in ("triad", "adam_mix"))
+    yield "STREAM triad", f"{triad['triad']['median']:.1f} GB/s", _where(triad)
+    share = _percent(mix["adam_mix"]["median"] / triad["triad"]["median"])
+    yield "the update's bytes alone", f"{mix['adam_mix']['median']:.1f} GB/s", f"{share} of the triad, {_where(mix)}"
 
 
 def _update(result: Mapping[str, Any]) -> Iterator[Line]:
     rows = result["tables"]["adam"]
     for name in dict.fromkeys(row["format"] for row in rows):
-        variants = [row for row in rows if row["format"] == name and row["variant"] != "mix alone"]
-        best = max(variants, key=lambda row: float(row["mparam_per_s"]["median"]))
+        best = _best([row for row in rows if row["format"] == name and row["variant"] != "mix alone"], "mparam_per_s")
         yield (
             f"update, {name}",
             f"{best['mparam_per_s']['median'] / 1e3:.2f} Gparam/s",
-            f"{best['gb_per_s']['median']:.1f} GB/s, {_percent(best['of_mix'])} of its bytes alone ({best['variant']})",
+            f"{best['gb_per_s']['median']:.1f} GB/s, {_percent(best['of_mix'])} of its bytes alone in the same rounds "
+            f"({best['variant']})",
         )
 
 
@@ -72,6 +74,14 @@ def _ring(result: Mapping[str, Any]) -> Iterator[Line]:
                 _percent(row["longest_share"]),
                 f"longest part / step; {_percent(row['floor_share'])} of what the order allows ({backend})",
             )
+
+
+def _best(rows: Iterable[Mapping[str, Any]], key: str) -> Mapping[str, Any]:
+    return max(rows, key=lambda row: float(row[key]["median"]))
+
+
+def _where(row: Mapping[str, Any]) -> str:
+    return f"{row['place']}, {row['threads']} threads"
 
 
 def _percent(ratio: float) -> str:
