@@ -13,6 +13,7 @@ from torch._functorch import config as functorch_config
 from torch.utils import _pytree as pytree
 
 from megatrain.errors import UnsupportedModelError
+from megatrain.graph_limit import many_graphs
 from megatrain.observed import HookRelays, Observation, call_hooks
 from megatrain.written import Arguments, Written, write
 
@@ -85,7 +86,6 @@ class BlockCaller:
     Compiled, `keep` decides what the graph saves for its backward, which recomputes the rest: the share of
     activation memory that the compiler's partitioner may use."""
 
-    RECOMPILE_LIMIT = 64
     BUDGETS: ClassVar[dict[Keep, float]] = {"everything": 1.0, "selected": 0.5, "inputs": 0.0}
 
     def __init__(self, compiled: bool) -> None:
@@ -100,10 +100,7 @@ class BlockCaller:
             # Masks of dropout must be those of eager torch, in the forward and in a recompute.
             options: dict[str, Any] = {"fallback_random": True}
             self._calls = {keep: torch.compile(call, options=options) for keep, call in functions.items()}
-            # The default of 8 is used up by ordinary variation; a hit would silently fall to eager.
-            self._limits = torch._dynamo.config.patch(
-                recompile_limit=self.RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True
-            )
+            self._limits = many_graphs()
             self._budgets = {
                 keep: functorch_config.patch(activation_memory_budget=share) for keep, share in self.BUDGETS.items()
             }

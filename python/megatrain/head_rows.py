@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatrain.graph_limit import many_graphs
 from megatrain.logit_transforms import Transform
 
 # fp32 logits of one chunk. A product needs some thousand rows to run at full speed on a GPU: 2,048 at a
@@ -133,7 +135,14 @@ def loss_and_gradient(
 def compiled_loss_and_gradient(backend: str = "inductor") -> Callable[..., tuple[Tensor, Tensor | None]]:
     """`loss_and_gradient` with one graph for training and one for evaluation, for any number of rows ≥ 2."""
     # dynamic=False keeps the vocabulary a constant; the rows are marked as dynamic by the caller.
-    return torch.compile(loss_and_gradient, dynamic=False, fullgraph=True, backend=backend)
+    compiled = torch.compile(loss_and_gradient, dynamic=False, fullgraph=True, backend=backend)
+    limit = many_graphs()
+
+    def call(*arguments: Any) -> tuple[Tensor, Tensor | None]:
+        with limit:
+            return compiled(*arguments)
+
+    return call
 
 
 def even_chunk(kept: int, most: int) -> int:

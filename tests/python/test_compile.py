@@ -13,7 +13,7 @@ from resident import assert_close
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import megatrain
-from megatrain import BlockPlacement, Placement
+from megatrain import BlockPlacement, Placement, graph_limit
 from megatrain.blocks import BlockCaller
 from megatrain.kept import Keeper
 
@@ -146,7 +146,7 @@ def test_one_graph_for_all_layers_of_a_structure(monkeypatch: pytest.MonkeyPatch
 
 
 def test_hitting_the_recompile_limit_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockCaller, "RECOMPILE_LIMIT", 1)
+    monkeypatch.setattr(graph_limit, "MOST_GRAPHS", 1)
     model = megatrain.StreamedModel(families.build(BY_NAME["smollm3"]), device="cpu", dtype=torch.float32, compile=True)
     with pytest.raises(Exception, match=r"(?i)recompile"):
         model.step(BY_NAME["smollm3"].batch(1))

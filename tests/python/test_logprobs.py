@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import families
@@ -90,6 +91,19 @@ def test_graphs_of_the_elementwise_pass_with_a_factor_for_each_row() -> None:
         assert_near(losses, expected[0], 1e-6)
         assert_near(gradient, expected[1], 1e-6)
     assert len(graphs) == 1
+    torch._dynamo.reset()
+
+
+def test_more_graphs_than_torch_allows_of_one_function() -> None:
+    """Of several models in one process, say."""
+    torch._dynamo.reset()
+    run = head_rows.compiled_loss_and_gradient("eager")
+    targets, scale = torch.randint(29, (4,)), torch.ones(4, 1)
+    for name, dtype, wanted in product(TRANSFORMS, (torch.float32, torch.bfloat16), (True, False)):
+        logits = torch.randn(4, 29).to(dtype)
+        losses, _ = run(logits, targets, scale, TRANSFORMS[name], wanted)
+        assert_near(losses, head_rows.loss_and_gradient(logits, targets, scale, TRANSFORMS[name], wanted)[0], 1e-6)
+    assert 4 * len(TRANSFORMS) > torch._dynamo.config.recompile_limit
     torch._dynamo.reset()
 
 
