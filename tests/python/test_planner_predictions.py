@@ -19,8 +19,9 @@ EMBEDDING = {"model.embed_tokens": "all"}
 
 @dataclass(frozen=True)
 class Recorded:
-    """A row of benchmarks/results/2026-11-30-h200-placements.md. shape: micro-batches, rows, length. gib: the peak that
-    torch reserved. updates: GB/s of the host's in the run. cap: GiB that torch was told to use."""
+    """A row of benchmarks/results/2026-11-30-h200-placements.md or of the next day's. shape: micro-batches, rows,
+    length. gib: the peak that torch reserved. updates: GB/s of the host's in the run. cap: GiB that torch was told
+    to use."""
 
     name: str
     commit: str
@@ -44,7 +45,7 @@ class Recorded:
         return Placement.spread(28, **self.placed)
 
 
-FOUR, TWO = (4, 16, 1024), (2, 32, 1024)
+FOUR, TWO, LONG = (4, 16, 1024), (2, 32, 1024), (4, 2, 8192)
 ON_HOST: dict[str, Any] = dict(inputs_on="host", outside=EMBEDDING)
 RECORDED = [
     Recorded("streamed", "185cbf9", FOUR, {}, 6.076, 26.67, 117.5),
@@ -56,7 +57,7 @@ RECORDED = [
     Recorded("streamed2", "a051481", TWO, dict(selected=20), 5.423, 117.5, 114.0),
     Recorded("streamed-noclip", "a051481", TWO, dict(selected=20), 5.408, 117.9, 107.0, clipping=False),
     Recorded("16k", "a051481", (1, 16, 1024), dict(resident=28, selected=14, outside="all"), 1.358, 124.0, 100.0),
-    Recorded("8x8192", "a051481", (4, 2, 8192), dict(resident=8, selected=16, outside=EMBEDDING), 6.062, 131.3, 111.0),
+    Recorded("8x8192", "a051481", LONG, dict(resident=8, selected=16, outside=EMBEDDING), 6.062, 131.3, 111.0),
     Recorded("cap80-4", "a051481", FOUR, dict(resident=6, selected=5, outside=EMBEDDING), 5.833, 73.4, 91.0, cap=80),
     Recorded("best", "ddd203d", TWO, dict(resident=5, selected=21, **ON_HOST), 5.126, 133.7, 116.0),
     Recorded("noclip", "ddd203d", TWO, dict(selected=24, **ON_HOST), 5.062, 132.2, 119.0, clipping=False),
@@ -90,7 +91,30 @@ RECORDED = [
     ),
     Recorded("fast-best6", "78363d0", TWO, dict(resident=6, selected=20, **ON_HOST), 5.067, 130.5, 121.0),
     Recorded("fast-cap80", "78363d0", TWO, dict(resident=5, selected=8, **ON_HOST), 5.359, 75.1, 113.0, cap=80),
-    Recorded("fast-8x8192", "78363d0", (4, 2, 8192), dict(resident=2, selected=22, **ON_HOST), 6.012, 130.4, 103.0),
+    Recorded("fast-8x8192", "78363d0", LONG, dict(resident=2, selected=22, **ON_HOST), 6.012, 130.4, 103.0),
+    Recorded("planned", "b514c57", TWO, dict(resident=8, everything=1, selected=17, **ON_HOST), 5.116, 131.8, 105.0),
+    Recorded(
+        "noclip-planned",
+        "b514c57",
+        TWO,
+        dict(order="micro-batch-major", resident=2, everything=13, selected=15, **ON_HOST),
+        4.823,
+        135.5,
+        106.0,
+        clipping=False,
+    ),
+    Recorded("cap24-planned", "b514c57", FOUR, ON_HOST, 6.025, 22.1, 107.0, cap=24),
+    Recorded(
+        "cap80-planned",
+        "b514c57",
+        TWO,
+        dict(resident=8, everything=1, selected=5, **ON_HOST),
+        5.468,
+        76.0,
+        100.0,
+        cap=80,
+    ),
+    Recorded("8x8192-planned", "b514c57", LONG, dict(resident=4, selected=21, **ON_HOST), 5.924, 130.3, 110.0),
 ]
 
 
