@@ -32,7 +32,8 @@ def generate_by(
     model: StreamedModel, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """By the module's method `own`, in whatever mode the module is."""
-    model._passes.before_forward("generate()")
+    model._passes.refuse_inside("generate()")
+    model._passes.before_forward()
     moved_args, moved_kwargs = model._parts.surroundings.arguments_to_device(args, kwargs)
     with (
         torch.no_grad(),

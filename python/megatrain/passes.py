@@ -53,11 +53,11 @@ class Passes:
             self._running = None
 
     def refuse_inside(self, name: str) -> None:
-        """RuntimeError where a hook of the module, or a loss, calls `name` from inside of a step."""
+        """RuntimeError where a hook of the module, or a loss, calls `name` from inside of a step or a forward."""
         if self._running is not None:
             raise RuntimeError(
-                f"{name} was called while {self._running} runs; call it when {self._running} has returned, not from "
-                "a hook or a loss"
+                f"{name} was called while {self._running} runs; call it when that has returned, not from a hook or a "
+                "loss"
             )
 
     def step(self, batch: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> StepReport:
@@ -119,9 +119,14 @@ class Passes:
     ) -> Any:
         """The module's own forward, or `call` in its place. lazy_logits: leave those of the whole batch to who asks
         for them, see `megatrain.logits`."""
+        return self.alone("a forward", lambda: self._forward(args, kwargs, lazy_logits, call))
+
+    def _forward(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], lazy_logits: bool, call: Callable[..., Any] | None
+    ) -> Any:
         parts = self._parts
         with_gradients = torch.is_grad_enabled()
-        self.before_forward("a forward")
+        self.before_forward()
         if with_gradients:
             self._prepare(kwargs if kwargs and not args else None)
         moved_args, moved_kwargs = parts.surroundings.arguments_to_device(args, kwargs)
@@ -141,8 +146,7 @@ class Passes:
         parts.updates.next_uses = list(parts.weights.uses) or parts.updates.next_uses
         return output
 
-    def before_forward(self, name: str) -> None:
-        self.refuse_inside(name)
+    def before_forward(self) -> None:
         parts = self._parts
         if parts.direct.cut_short:
             parts.direct.cut_short = False

@@ -65,7 +65,7 @@ INSIDE = {
 
 
 @pytest.mark.parametrize("called", INSIDE)
-@pytest.mark.parametrize("running", ["step()", "evaluate()"])
+@pytest.mark.parametrize("running", ["step()", "evaluate()", "a forward"])
 @pytest.mark.parametrize("place", ["module", "block", "loss"])
 def test_what_a_step_calls_of_the_model_is_refused(running: str, called: str, place: str) -> None:
     plain, hit = stream(toy()), stream(toy())
@@ -77,6 +77,8 @@ def test_what_a_step_calls_of_the_model_is_refused(running: str, called: str, pl
         INSIDE[called](hit)
 
     def run() -> float:
+        if running == "a forward":
+            return float(hit(**batches[0]).loss)
         return hit.step(batches).loss if running == "step()" else hit.evaluate(batches).loss
 
     owners = {"module": module, "block": hit._parts.blocks[1].skeleton.first, "loss": module.inner.outlet}
