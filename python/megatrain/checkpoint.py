@@ -84,7 +84,7 @@ def load_state_dict(
         raise ValueError("the state does not fit the model: " + "; ".join(problems))
     for name, value in state.items():
         if name in names:
-            tiles.require_finite(name, value)
+            tiles.require_finite(names[name], value)
     written = set()
     for name, value in state.items():
         if name in names and names[name].name not in written:

@@ -116,13 +116,14 @@ class DeviceWeights:
         if key not in self._views:
             layout = unit.layout
             dtype = weight_dtype(layout.format)
-            if slot == -1:
-                flat = self.resident[unit.tile].section(Section.weights)
-            else:
-                flat = self._buffers[slot][: layout.weight_elements * dtype.itemsize].view(dtype)
-            self._views[key] = tuple(
-                flat[layout.element_offset(p.index) :][: p.numel].view(p.shape) for p in unit.parameters
-            )
+            with torch.inference_mode(False):  # they are used again outside of it
+                if slot == -1:
+                    flat = self.resident[unit.tile].section(Section.weights)
+                else:
+                    flat = self._buffers[slot][: layout.weight_elements * dtype.itemsize].view(dtype)
+                self._views[key] = tuple(
+                    flat[layout.element_offset(p.index) :][: p.numel].view(p.shape) for p in unit.parameters
+                )
         return self._views[key]
 
     def _own_views(self, unit: Unit) -> tuple[torch.Tensor, ...]:

@@ -69,8 +69,8 @@ class ParameterFace:
         self.take_over_edits()
         values = {parameter.name: self._tiles.master(parameter) for parameter in self._tiles.plan.parameters}
         yield values
-        for name, value in values.items():
-            self._tiles.require_finite(name, value)
+        for parameter in self._tiles.plan.parameters:
+            self._tiles.require_finite(parameter, values[parameter.name])
         self._engine.wait_updates()
         for parameter in self._tiles.plan.parameters:
             self._tiles.write(parameter, values[parameter.name])

@@ -98,6 +98,7 @@ class Passes:
         active, total = self._active(batches)
         parts.require_ready()
         with (
+            torch.inference_mode(False),
             torch.no_grad(),
             evaluation_mode(parts.module, parts.blocks),
             preserved(parts.device),

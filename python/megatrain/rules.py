@@ -124,5 +124,5 @@ def _number(name: str, value: Any) -> float:
         raise ValueError(f"{name} is {value!r}; it must be a number")
     try:
         return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError, RuntimeError):
         raise ValueError(f"{name} is {value!r}; it must be a number") from None

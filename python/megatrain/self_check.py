@@ -257,7 +257,6 @@ def _keep_inputs(block: Block, micro_batch: int) -> Keeping:
 @contextmanager
 def _leading_blocks(parts: Parts) -> Iterator[list[Block]]:
     """The module with its stacks cut to their first blocks."""
-    by_name = {block.name: block for block in parts.blocks}
     kept_entries: list[tuple[nn.Module, dict[str, nn.Module | None]]] = []
     checked: list[Block] = []
     try:
@@ -267,7 +266,10 @@ def _leading_blocks(parts: Parts) -> Iterator[list[Block]]:
             kept: dict[str, nn.Module | None] = {}
             spent = 0
             for key, entry in entries.items():
-                block = by_name[f"{stack.name}.{key}"]
+                block: Block = vars(entry)["_block"]
+                if block in checked:
+                    kept[key] = entry
+                    continue
                 spent += 4 * block.unit.layout.weight_elements
                 if len(kept) >= 2 and spent > BLOCK_BUDGET_BYTES:
                     break

@@ -97,7 +97,10 @@ class StepRunner:
             shares = [weight / total for _, _, weight in group]
             when_final = complete if last else lambda unit: None
             if joined:
-                used_here = self._train_joined(step, group[0], shares[0], loss, sink, when_final, check_interrupts)
+                own_pass = JoinedPass(
+                    self._engine, self._weights, self._runner, self._router, sink, check_interrupts, last=last
+                )
+                used_here = self._train_joined(step, group[0], shares[0], loss, own_pass, when_final)
             else:
                 order = ForwardAndBack(
                     self._weights, self._runner, self._weights.device, self.keeping, check_interrupts, first
@@ -114,14 +117,12 @@ class StepRunner:
         micro_batch: Active,
         share: float,
         loss: torch.Tensor,
-        sink: GradientSink,
+        joined: JoinedPass,
         when_final: Callable[[Unit], None],
-        check_interrupts: Callable[[], None],
     ) -> list[int]:
         """One micro-batch, in this thread. Returns the tiles that the forward used, in order."""
         number, entry, _ = micro_batch
         arguments = self._arguments(step, number, entry)
-        joined = JoinedPass(self._engine, self._weights, self._runner, self._router, sink, check_interrupts)
         own_loss = loss_in(joined.forward(lambda: self._module(**arguments)))
         loss.add_(own_loss.detach().double(), alpha=share)
         used, self._weights.uses = self._weights.uses, []

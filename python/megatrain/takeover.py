@@ -88,7 +88,12 @@ def take_blocks(
     """Put proxies into the stacks' containers and the blocks' parameters on the meta device."""
     blocks = []
     for stack in stacks:
-        for key, skeleton in list(stack.container.named_children()):
+        proxies: dict[nn.Module, BlockProxy] = {}
+        for key, skeleton in list(stack.container._modules.items()):
+            assert skeleton is not None
+            if skeleton in proxies:  # the same block once more
+                stack.container._modules[key] = proxies[skeleton]
+                continue
             name = f"{stack.name}.{key}"
             parameters = tuple(
                 (inner, plan.names[f"{name}.{inner}"])
@@ -96,7 +101,8 @@ def take_blocks(
             )
             block = Block(name, skeleton, plan.block_units[name], parameters)
             blocks.append(block)
-            stack.container._modules[key] = BlockProxy(block, router, device, dtype)
+            proxies[skeleton] = BlockProxy(block, router, device, dtype)
+            stack.container._modules[key] = proxies[skeleton]
     stay_fp32 = {id(parameter.original) for parameter in plan.parameters if parameter.stays_fp32}
     for block in blocks:
         for owner in block.skeleton.modules():

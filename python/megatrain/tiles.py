@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from megatrain.units import TiledParameter, UnitPlan
 
 _CHECKED_ELEMENTS = 1 << 20
+LARGEST_IN_BF16 = float.fromhex("0x1.fefffep+127")
+"""The largest fp32 number that is not rounded to infinity."""
 
 
 class Tiles:
@@ -25,7 +27,7 @@ class Tiles:
         self._views: dict[tuple[TiledParameter, int], torch.Tensor] = {}
         for parameter in plan.parameters:
             if parameter.original.device.type != "meta":
-                self.require_finite(parameter.name, parameter.original.detach())
+                self.require_finite(parameter, parameter.original.detach())
         for unit in plan.units:
             tile = store.add(unit.layout)
             assert tile == unit.tile
@@ -54,14 +56,19 @@ class Tiles:
             )
         finite = self.store.set_master(parameter.tile, parameter.index, _host_floats(values))
         if not finite:
-            raise ValueError(f"{parameter.name} holds values that are not finite")
+            raise ValueError(f"{parameter.name} holds values that are not finite in the type of its weights")
 
-    @staticmethod
-    def require_finite(name: str, values: torch.Tensor) -> None:
+    def require_finite(self, parameter: TiledParameter, values: torch.Tensor) -> None:
         """For callers that write several parameters or none."""
+        in_bf16 = self.plan.units[parameter.tile].layout.format.weights != "fp32"
         for piece in torch.split(values.reshape(-1), _CHECKED_ELEMENTS):  # the check needs memory of its own
             if not bool(torch.isfinite(piece).all()):
-                raise ValueError(f"{name} holds values that are not finite")
+                raise ValueError(f"{parameter.name} holds values that are not finite")
+            if in_bf16 and bool((piece.abs() > LARGEST_IN_BF16).any()):
+                raise ValueError(
+                    f"{parameter.name} holds values up to {float(piece.abs().max())}; in bf16 those above "
+                    f"{LARGEST_IN_BF16} are infinite"
+                )
 
     def master(self, parameter: TiledParameter) -> torch.Tensor:
         """The exact fp32 values, a new tensor. Frozen parameters have only what is streamed."""

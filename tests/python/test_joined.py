@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import closing
 from typing import Any
 
@@ -10,9 +11,11 @@ import pytest
 import torch
 from case_models import assert_same_parameters, reference, stream
 from families import FAMILIES
+from resident import assert_close
 from test_equality import batches_of
 from test_placement import JOINED, STREAMED
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from megatrain import BlockPlacement, Placement, UnsupportedModelError, joined
 
@@ -283,3 +286,138 @@ def test_equals_a_resident_model(compiled: bool, passes: list[joined.JoinedPass]
             assert (report.loss, report.grad_norm) == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4))
         assert_same_parameters(model, resident)
     assert passes
+
+
+Gradients = dict[str, torch.Tensor]
+
+
+def gradients(placement: Placement | None, module: nn.Module, count: int = 1, **settings: Any) -> Gradients:
+    """Of a step; by plain PyTorch for no placement."""
+    if placement is None:
+        plain = copy.deepcopy(module)
+        for batch in batches(count):
+            (plain(**batch)["loss"] / count).backward()
+        return {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    with closing(stream(module, placement=placement, max_grad_norm=None, **settings)) as model:
+        model.step(batches(count))
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_plain(module: nn.Module, count: int = 1, **settings: Any) -> None:
+    expected = gradients(None, module, count)
+    found = gradients(JOINED, module, count, **settings)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_close(found[name], value, 1e-6, name)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("every", [1, 2])
+def test_checkpointing_of_the_modules_own(every: int, reentrant: bool, count: int) -> None:
+    class Checkpointed(Tower):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            hidden = self.embed(input_ids)
+            for number, layer in enumerate(self.layers):
+                again = number % every == 0
+                hidden = checkpoint(layer, hidden, use_reentrant=reentrant) if again else layer(hidden)
+            return dict(loss=nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()))
+
+    torch.manual_seed(0)
+    assert_plain(Checkpointed(), count, self_check=False)
+
+
+def test_what_a_block_passes_through_is_left_alone() -> None:
+    class Passing(Block):
+        def forward(self, x: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return table, super().forward(x) + table
+
+    class Latent(Tower):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Passing(8) for _ in range(3))
+            self.table = nn.Parameter(torch.randn(8))
+
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            hidden, table = self.embed(input_ids), self.table
+            for layer in self.layers:
+                table, hidden = layer(hidden, table)
+            return dict(loss=nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten()))
+
+    torch.manual_seed(0)
+    module = Latent()
+    assert_plain(copy.deepcopy(module), 2)
+    with closing(stream(module, placement=JOINED)) as model:
+        for _ in range(3):
+            model.step(batches())
+        assert not module.table._backward_hooks
+
+
+def test_a_gradient_in_memory_that_is_used_again() -> None:
+    buffer = torch.zeros(8)
+
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, scale)
+            return x * scale
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            x, scale = ctx.saved_tensors
+            return gradient * scale, torch.sum(gradient * x, (0, 1), out=buffer)
+
+    class ScaledBlock(Block):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.scale = nn.Parameter(torch.randn(width))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(Scaled.apply(x, self.scale))  # type: ignore[no-untyped-call]
+
+    torch.manual_seed(0)
+    module = Tower(calls=(0, 1, 2))
+    module.layers = nn.ModuleList(ScaledBlock(8) for _ in range(3))
+    assert_plain(module)
+
+
+@pytest.mark.parametrize("placement", [JOINED, STREAMED, ONE_BY_ONE], ids=["joined", "streamed", "one by one"])
+def test_a_block_in_inference_mode_before_any_other_use(placement: Placement) -> None:
+    class Teaching(Tower):
+        def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            hidden = self.embed(input_ids)
+            with torch.inference_mode():
+                taught = self.layers[2](hidden)
+            for layer in self.layers:
+                hidden = layer(hidden)
+            own = nn.functional.cross_entropy(self.head(hidden).flatten(0, 1), labels.flatten())
+            return dict(loss=own + 0.1 * (hidden - taught.clone()).square().mean())
+
+    torch.manual_seed(0)
+    module = Teaching()
+    expected = gradients(None, module)
+    found = gradients(placement, module, self_check=False)
+    for name, value in expected.items():
+        assert_close(found[name], value, 1e-6, name)
+
+
+@pytest.mark.parametrize("placement", [JOINED, STREAMED], ids=["joined", "streamed"])
+def test_an_evaluation_in_inference_mode_before_the_first_step(placement: Placement) -> None:
+    found, expected = (closing(stream(tower(), placement=placement)) for _ in range(2))
+    with found as one, expected as other:
+        with torch.inference_mode():
+            one.evaluate(batches())
+        for _ in range(2):
+            assert one.step(batches()).loss == other.step(batches()).loss
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+@pytest.mark.parametrize("placement", [JOINED, STREAMED], ids=["joined", "streamed"])
+def test_one_block_twice_in_its_stack(placement: Placement, self_check: bool) -> None:
+    torch.manual_seed(0)
+    module = Tower(calls=(0, 1, 2, 3))
+    module.layers.append(module.layers[0])
+    expected = gradients(None, module)
+    found = gradients(placement, module, self_check=self_check)
+    for name, value in expected.items():
+        assert_close(found[name], value, 1e-6, name)

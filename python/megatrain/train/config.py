@@ -5,6 +5,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
 
+from megatrain.rules import SMALLEST_EPS
+
 from .config_data import BatchSettings, DataSettings, Settings, Texts, TokenizerSettings, listed
 
 
@@ -25,7 +27,7 @@ class OptimizerSettings(Settings):
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.95), description="AdamW's decay rates of the two moments."
     )
-    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon.")
+    eps: float = Field(default=1e-8, ge=SMALLEST_EPS, description="AdamW's epsilon.")
     weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay; not of biases and norms.")
     max_grad_norm: float | None = Field(default=1.0, gt=0, description="Global norm to clip to; null for no clipping.")
     skip_idle_experts: bool = Field(
