@@ -42,7 +42,7 @@ NodeMemory::NodeMemory(std::size_t bytes, const std::vector<int>& nodes, Pages p
   }
   if (any) {
     const int policy = nodes.size() > 1 ? MPOL_INTERLEAVE : MPOL_PREFERRED;
-    syscall(SYS_mbind, data_, bytes_, policy, mask, static_cast<unsigned long>(kMostNodes), 0U);
+    syscall(SYS_mbind, data_, bytes_, policy, mask, kMostNodes + 1UL, 0U);  // the kernel takes one off
   }
 }
 

@@ -50,7 +50,7 @@ void prefer_node(std::byte* data, std::size_t bytes, int node) {
   unsigned long nodes[1024 / kBits] = {};
   if (node < 0 || node >= 1024) return;
   nodes[node / kBits] = 1UL << (node % kBits);
-  syscall(SYS_mbind, data, bytes, MPOL_PREFERRED, nodes, 1024UL, 0U);
+  syscall(SYS_mbind, data, bytes, MPOL_PREFERRED, nodes, 1025UL, 0U);  // the kernel takes one off
 }
 
 // The kernel zeroes pages as they are first touched; that is most of the time of an allocation, and

@@ -13,6 +13,7 @@ namespace {
 
 constexpr double kGoodEnough = 0.98;
 constexpr std::size_t kMostCacheBytes = std::size_t{512} << 20;
+constexpr double kMostSeconds = 60;
 
 double median(std::vector<double> values) {
   std::sort(values.begin(), values.end());
@@ -69,8 +70,10 @@ unsigned recommended_threads(const std::vector<unsigned>& threads, const std::ve
 
 MachineSpeed measure_machine(Backend& backend, std::byte* device, std::size_t device_bytes,
                              const ProbeSettings& settings) {
-  if (!(settings.seconds > 0)) {
-    throw CallerError("a probe of " + std::to_string(settings.seconds) + " seconds; it needs more than 0");
+  if (!(settings.seconds > 0 && settings.seconds <= kMostSeconds)) {
+    throw CallerError("a probe of " + std::to_string(settings.seconds) +
+                      " seconds a measurement; it takes more than 0 and at most " +
+                      std::to_string(kMostSeconds));
   }
   if (device_bytes < 2 || settings.parameters < 1 || settings.rounds < 1) {
     throw CallerError("a probe of " + std::to_string(settings.parameters) + " parameters in " +

@@ -11,8 +11,8 @@ from megatrain import stacks
 from megatrain._native import Engine, TileStore
 from megatrain.adapters import reach_adapters, refuse_adapters_of_parameters
 from megatrain.autograd import DirectCalls
+from megatrain.block_runner import BlockRunner
 from megatrain.blocks import BlockCaller
-from megatrain.calls import BlockRunner
 from megatrain.decay import biases_and_norms
 from megatrain.device_weights import DeviceWeights
 from megatrain.errors import UnsupportedModelError

@@ -17,8 +17,9 @@ from megatrain.trees import flatten, unflatten
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from megatrain.block_runner import BlockRunner
     from megatrain.blocks import Block
-    from megatrain.calls import BlockRunner, CallRecord, Keeping
+    from megatrain.calls import CallRecord, Keeping
     from megatrain.schedule import Sink, Weights
     from megatrain.trees import Spec
     from megatrain.units import TiledParameter, Unit

@@ -29,7 +29,7 @@ class ComputeSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeSizes:
-    """The defaults fill any GPU and take 0.4 GiB of its memory. heads, length, head_size: of attention over four
+    """The defaults fill any GPU and take 1.1 GiB of its memory. heads, length, head_size: of attention over four
     rows."""
 
     product: tuple[int, int, int] = (8192, 4096, 14336)

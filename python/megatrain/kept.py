@@ -143,33 +143,8 @@ class BlockMemory:
 
 
 class _Entry(torch.autograd.Function):
-    """Gives tensors places in the graph at which their gradients can be asked for without the tensors, which leaves
-    would hold. A gradient that arrives without being asked for comes from outside of the block."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: torch.Tensor, block: str, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.block = block
-        ctx.set_materialize_grads(False)
-        return tuple([tensor.detach() for tensor in tensors])
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, ...]:
-        raise stray(ctx.block)
-
-
-def enter(block: str, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], list[GradientEdge]]:
-    """(tensors of the same memory that require gradients, where to ask for them)."""
-    if not tensors:
-        return (), []
-    with torch.enable_grad():
-        gate = torch.zeros((), requires_grad=True)
-        entered: tuple[torch.Tensor, ...] = _Entry.apply(gate, block, *tensors)  # type: ignore[no-untyped-call]
-    first = get_gradient_edge(entered[0])
-    return entered, [first._replace(output_nr=number) for number in range(len(entered))]
-
-
-class _TakenEntry(torch.autograd.Function):
-    """Gives tensors places in an ordinary graph, at which their gradients are taken, all at once."""
+    """Gives tensors places in the graph without being them: leaves would be held by it, and so their memory. `take`
+    gets the gradients that arrive there, all at once."""
 
     @staticmethod
     def forward(ctx: Any, gate: torch.Tensor, take: Take, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -183,13 +158,30 @@ class _TakenEntry(torch.autograd.Function):
         return (None, None, *[None for _ in gradients])
 
 
-def enter_joined(tensors: Sequence[torch.Tensor], take: Take) -> Sequence[torch.Tensor]:
+def enter(tensors: Sequence[torch.Tensor], take: Take) -> Sequence[torch.Tensor]:
     """Tensors of the same memory that require gradients; a backward calls `take` with these, where any has one."""
     if not tensors:
         return ()
-    gate = torch.zeros((), requires_grad=True)
-    entered: tuple[torch.Tensor, ...] = _TakenEntry.apply(gate, take, *tensors)  # type: ignore[no-untyped-call]
+    with torch.enable_grad():
+        gate = torch.zeros((), requires_grad=True)
+        entered: tuple[torch.Tensor, ...] = _Entry.apply(gate, take, *tensors)  # type: ignore[no-untyped-call]
     return entered
+
+
+def entered_edges(
+    block: str, tensors: Sequence[torch.Tensor]
+) -> tuple[Sequence[torch.Tensor], list[GradientEdge]]:
+    """(tensors of the same memory that require gradients, where to ask for them). A gradient that arrives without being
+    asked for comes from outside of the block."""
+
+    def refuse(gradients: Sequence[torch.Tensor | None]) -> None:
+        raise stray(block)
+
+    entered = enter(tensors, refuse)
+    if not entered:
+        return (), []
+    first = get_gradient_edge(entered[0])
+    return entered, [first._replace(output_nr=number) for number in range(len(entered))]
 
 
 @dataclass(eq=False)

@@ -21,8 +21,9 @@ if TYPE_CHECKING:
 
     from torch.autograd.graph import GradientEdge
 
+    from megatrain.block_runner import BlockRunner
     from megatrain.blocks import Block
-    from megatrain.calls import BlockOutput, BlockRunner, Keeping
+    from megatrain.calls import BlockOutput, Keeping
     from megatrain.parking import ParkedForward
     from megatrain.units import TiledParameter, Unit
 

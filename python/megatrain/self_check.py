@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 from megatrain._native import Section
 from megatrain.attention import masks_tokens
 from megatrain.autograd import DirectCalls
+from megatrain.block_runner import BlockRunner
 from megatrain.blocks import BlockCaller, BlockResult
-from megatrain.calls import BlockRunner, Keeping
+from megatrain.calls import Keeping
 from megatrain.errors import UnsupportedModelError
 from megatrain.loss import loss_in, weight_of
 from megatrain.parking import ParkedForward

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megatrain._native import Engine
+    from megatrain.block_runner import BlockRunner
     from megatrain.blocks import Block
-    from megatrain.calls import BlockRunner
     from megatrain.device_weights import DeviceWeights
     from megatrain.gradients import GradientSink
     from megatrain.placement import Placement
@@ -50,7 +50,6 @@ class StepRunner:
         seed: int,
     ) -> None:
         self._module = module
-        self._engine = engine
         self._weights = weights
         self._runner = runner
         self._router = router
@@ -97,9 +96,7 @@ class StepRunner:
             shares = [weight / total for _, _, weight in group]
             when_final = complete if last else lambda unit: None
             if joined:
-                own_pass = JoinedPass(
-                    self._engine, self._weights, self._runner, self._router, sink, check_interrupts, last=last
-                )
+                own_pass = JoinedPass(self._weights, self._runner, self._router, sink, check_interrupts, last=last)
                 used_here = self._train_joined(step, group[0], shares[0], loss, own_pass, when_final)
             else:
                 order = ForwardAndBack(
@@ -126,9 +123,9 @@ class StepRunner:
         own_loss = loss_in(joined.forward(lambda: self._module(**arguments)))
         loss.add_(own_loss.detach().double(), alpha=share)
         used, self._weights.uses = self._weights.uses, []
-        joined.backward(own_loss * share)
+        units = joined.backward(own_loss * share)
         self._backward_uses, self._weights.uses = self._weights.uses, []
-        for unit in dict.fromkeys(block.unit for block in reversed(joined.called)):
+        for unit in units:
             when_final(unit)
         return used
 

@@ -72,8 +72,9 @@ def test_what_cannot_be_measured_is_refused() -> None:
         _native.measure_machine(HostBackend(), memory.data_ptr(), memory.numel(), parameters=0)
     with pytest.raises(ValueError, match="device_memory is 0"):
         _native.measure_machine(HostBackend(), 0, memory.numel())
-    with pytest.raises(ValueError, match="it needs more than 0"):
-        _native.measure_machine(HostBackend(), memory.data_ptr(), memory.numel(), seconds=0.0)
+    for seconds in (0.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="it takes more than 0 and at most 60"):
+            _native.measure_machine(HostBackend(), memory.data_ptr(), memory.numel(), seconds=seconds)
     with pytest.raises(MemoryError, match="are needed"):
         _native.measure_machine(HostBackend(), memory.data_ptr(), memory.numel(), parameters=1 << 45)
 
